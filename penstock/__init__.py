@@ -14,16 +14,11 @@ from penstock.repository.python_model import model
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from penstock.api import keywords
     from penstock.api.bench import BenchResult
     from penstock.api.client import Client as Client
     from penstock.api.explain import ExplainResult
     from penstock.api.inspect import InspectResult
-    from penstock.api.keywords import (
-        BenchKeywords,
-        OptimizeKeywords,
-        ProfileKeywords,
-        ServeKeywords,
-    )
     from penstock.api.loaded import LoadedModel
     from penstock.api.optimize import OptimizeResult
     from penstock.api.profile import ProfileResult
@@ -56,7 +51,7 @@ def load(model: Model, *, version: str = "") -> LoadedModel:
     return LoadedModel(resolve(model).read(), os.fspath(model), version)
 
 
-def serve(model: Model, /, **options: Unpack[ServeKeywords]) -> ServerHandle:
+def serve(model: Model, /, **options: Unpack[keywords.ServeKeywords]) -> ServerHandle:
     """Serve a model or repository from a child process, and return when it is ready.
 
     `with penstock.serve("model.onnx", http_port=0) as server: server.client().infer(image)`.
@@ -69,7 +64,7 @@ def serve(model: Model, /, **options: Unpack[ServeKeywords]) -> ServerHandle:
 
 
 def bench(
-    model: Model, /, *, progress: bool = False, **options: Unpack[BenchKeywords]
+    model: Model, /, *, progress: bool = False, **options: Unpack[keywords.BenchKeywords]
 ) -> BenchResult:
     """Measure a model or a running server under load.
 
@@ -83,7 +78,7 @@ def bench(
 
 
 def optimize(
-    model: Model, /, *, progress: bool = False, **options: Unpack[OptimizeKeywords]
+    model: Model, /, *, progress: bool = False, **options: Unpack[keywords.OptimizeKeywords]
 ) -> OptimizeResult:
     """Find the cheapest configuration of a model that meets an SLO, and add it to a repository.
 
@@ -96,7 +91,7 @@ def optimize(
     return run(os.fspath(model), from_keywords(OptimizeOptions, options), progress=progress)
 
 
-def profile(model: Model, /, **options: Unpack[ProfileKeywords]) -> ProfileResult:
+def profile(model: Model, /, **options: Unpack[keywords.ProfileKeywords]) -> ProfileResult:
     """Show where the time of one batch goes, and what to do next.
 
     `penstock.profile("model.onnx", batch_size=8)`. Options are those of `penstock profile`."""

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from penstock.errors import ConfigError
 
@@ -72,59 +72,46 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
+class _Bound:
+    """A limit on one figure, and how it is written."""
+
+    limit: float
+    name: ClassVar[str]
+    comparison: ClassVar[str] = "<="
+    unit: ClassVar[str] = ""
+
+    def is_kept_by(self, value: float) -> bool:
+        return value <= self.limit if self.comparison == "<=" else value >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.comparison} {_number_text(self.limit)}{self.unit}"
+
+
+class Throughput(_Bound):
     """`throughput >= 500/s`."""
 
-    min_per_s: float
-    name = "throughput"
-
-    def is_kept_by(self, per_s: float) -> bool:
-        return per_s >= self.min_per_s
-
-    def __str__(self) -> str:
-        return f"throughput >= {_number_text(self.min_per_s)}/s"
+    name, comparison, unit = "throughput", ">=", "/s"
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(_Bound):
     """`goodput >= 99 %`: the share of requests answered well and in time."""
 
-    min_percent: float
-    name = "goodput"
-
-    def is_kept_by(self, percent: float) -> bool:
-        return percent >= self.min_percent
-
-    def __str__(self) -> str:
-        return f"goodput >= {_number_text(self.min_percent)}%"
+    name, comparison, unit = "goodput", ">=", "%"
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(_Bound):
     """`cost <= 0.5 per million` answers, in the currency of the given price."""
 
-    max_per_million: float
-    name = "cost"
-
-    def is_kept_by(self, per_million: float) -> bool:
-        return per_million <= self.max_per_million
-
-    def __str__(self) -> str:
-        return f"cost <= {_number_text(self.max_per_million)} per million"
+    name, unit = "cost", " per million"
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(_Bound):
     """`memory <= 2GiB`."""
 
-    max_bytes: int
     name = "memory"
 
-    def is_kept_by(self, num_bytes: float) -> bool:
-        return num_bytes <= self.max_bytes
-
     def __str__(self) -> str:
-        return f"memory <= {format_size(self.max_bytes)}"
+        return f"memory <= {format_size(round(self.limit))}"
 
 
 Term = Latency | Throughput | Goodput | Cost | Memory
@@ -221,7 +208,10 @@ def _make_term(head: str, metric: str, value: str) -> Term:
         case "throughput":
             return Throughput(_parse_with_suffix(value, PER_SECOND, "500/s"))
         case "goodput":
-            return Goodput(_parse_percent(value))
+            percent = _parse_with_suffix(value, "%", "99 %")
+            if percent > 100:
+                raise ValueError(f"'{value}' is more than 100 %")
+            return Goodput(percent)
         case "cost":
             return Cost(_parse_with_suffix(value, r"per\s+million", "0.5 per million"))
         case "memory":
@@ -284,13 +274,6 @@ def format_size(num_bytes: int) -> str:
         if num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"
     raise AssertionError("every size is a number of bytes")
-
-
-def _parse_percent(text: str) -> float:
-    percent = _parse_with_suffix(text, "%", "99 %")
-    if percent > 100:
-        raise ValueError(f"'{text}' is more than 100 %")
-    return percent
 
 
 def _parse_with_suffix(text: str, suffix: str, example: str) -> float:

@@ -51,13 +51,9 @@ def in_unit(seconds: float, unit: str) -> str:
 def range_of(interval: Interval, scale: float = 1.0) -> str:
     """Format a range: `11.8-12.6`; `> 11.8` without an upper bound; empty if unknown."""
     low, high = interval.low / scale, interval.high / scale
-    if math.isnan(low) and math.isnan(high):
-        return ""
-    if low <= 0 and not math.isfinite(high):
-        return ""
-    if not math.isfinite(low):
-        return f"< {number(high)}" if math.isfinite(high) else ""
-    return f"{number(low)}-{number(high)}" if math.isfinite(high) else f"> {number(low)}"
+    if math.isfinite(high):
+        return f"{number(low)}-{number(high)}" if math.isfinite(low) else f"< {number(high)}"
+    return f"> {number(low)}" if 0 < low < math.inf else ""
 
 
 def interval(value: Interval, scale: float = 1.0) -> str:

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 from penstock.llm import messages
 from penstock.llm.checkpoint import made_up
-from penstock.llm.models import decoder
+from penstock.llm.models.weights import weight_sizes
 
 MAX_LENGTH = 64
 CONFIG = {
@@ -36,7 +36,7 @@ def config_file(folder, **changes):
 def weights_of(folder, **changes) -> dict[str, torch.Tensor]:
     """Larger ones than models begin with, so that tokens differ much in likelihood."""
     checkpoint = made_up(config_file(folder, **changes))
-    found = {name: checkpoint.weight(name) for name in decoder.weight_sizes(checkpoint.shape)}
+    found = {name: checkpoint.weight(name) for name in weight_sizes(checkpoint.shape)}
     return {
         name: each * 12 if each.ndim > 1 else each + 0.1 * torch.randn(each.shape)
         for name, each in found.items()

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from penstock.kernels import has_triton
 from penstock.llm.engine import Engine
-from penstock.llm.engine_main import load
+from penstock.llm.engine_loading import load
 from penstock.llm.messages import EngineSettings, GenerateRequest, pack_tokens
 from penstock.sampling_params import SamplingParams
 

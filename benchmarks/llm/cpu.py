@@ -55,7 +55,8 @@ from rivals.environment import InstallError, ensure
 from smollm2 import RESULTS
 
 from penstock.llm.gguf import GgufFile
-from penstock.llm.text import Text, of_gguf
+from penstock.llm.text import Text
+from penstock.llm.text_files import of_gguf
 
 OURS = ("penstock fp32", "penstock bf16", "penstock int8", "penstock int4")
 # Environment, package and release of each alternative.

@@ -38,7 +38,7 @@ class Penstock:
 
         torch.set_num_threads(num_threads)
         self._asked = asked
-        made = partial(Decoder, on_cpu=self.small)
+        made = partial(Decoder, quantised=self.small)
         self._ours = Ours.load(path, getattr(torch, self.dtype), made)
         num_blocks = num_streams * -(-max_length // 16)
         room = Room(num_blocks, 16, num_streams, num_streams * max_length, max_length)

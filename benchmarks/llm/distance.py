@@ -14,8 +14,8 @@ from penstock.llm.models.decoder import Decoder
 
 TYPES = {
     "bf16": {"dtype": torch.bfloat16},
-    "int8": {"dtype": torch.float32, "on_cpu": "int8"},
-    "int4": {"dtype": torch.float32, "on_cpu": "int4"},
+    "int8": {"dtype": torch.float32, "quantised": "int8"},
+    "int4": {"dtype": torch.float32, "quantised": "int4"},
 }
 
 

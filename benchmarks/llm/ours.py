@@ -21,7 +21,8 @@ from penstock.llm.models.decoder import Decoder
 from penstock.llm.pace import StepTimeModel, Targets
 from penstock.llm.runner import CpuRunner, SampledStep
 from penstock.llm.scheduler import BatchStep, Scheduler, StepLimits
-from penstock.llm.text import Text, of_gguf
+from penstock.llm.text import Text
+from penstock.llm.text_files import of_gguf
 from penstock.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

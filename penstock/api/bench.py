@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from penstock.api.bench_plan import make_plans
 from penstock.benchmark import ci_gate, run_files, summary
 from penstock.benchmark.comparison import Named
 from penstock.benchmark.headline import headline_of
-from penstock.benchmark.plan import BenchPlan
+from penstock.benchmark.plan import BenchPlan, LevelProgress
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.summary import Figures
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from penstock.benchmark.ci_gate import Check
-    from penstock.benchmark.progress import LevelProgress
 
-Watch = Callable[["LevelProgress"], None]
+Watch = Callable[[LevelProgress], None]
 Keep = Callable[[BenchRun], None]
 # Percent, of --tolerance.
 TOLERANCE = 5.0
@@ -103,9 +102,8 @@ def bench(model: str, options: BenchOptions, *, progress: bool = False) -> Bench
 
 def _as_typed(model: str, options: BenchOptions) -> str:
     """Return the call in Python, for the report."""
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
-    defaults = BenchOptions()
-    changed = [f"{k}={v!r}" for k, v in given.items() if v != getattr(defaults, k)]
+    defaults = asdict(BenchOptions())
+    changed = [f"{k}={v!r}" for k, v in asdict(options).items() if v != defaults[k]]
     return f"penstock.bench({', '.join([repr(model), *changed])})"
 
 
@@ -171,27 +169,20 @@ def _run(conductor: Conductor) -> BenchRun:
 
 
 async def _interruptible(conductor: Conductor) -> BenchRun:
-    with _signals(conductor):
-        return await conductor.measure()
-
-
-@contextlib.contextmanager
-def _signals(conductor: Conductor) -> Iterator[None]:
     """Handle Ctrl-C: the first ends the level and keeps its measurements; the second ends the run,
     as does the first if nothing was measured yet."""
     loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
+    measuring = asyncio.ensure_future(conductor.measure())
 
     def interrupt() -> None:
         if conductor.is_interrupted or not conductor.is_measuring:
-            task.cancel()
+            measuring.cancel()
         conductor.interrupt()
 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, interrupt)
     try:
-        yield
+        return await measuring
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import DATA_NAME, PRICE, TIME, flags_of
+from penstock.api.options import DATA_NAME, PRICE, TIME, flags_of, number, text
 
 load_flag, slo_flag, time_flag = map(flags_of, ("Load", "SLO and comparison", "Duration"))
 input_flag, server_flag, generator_flag = map(flags_of, ("Inputs", "Server", "Load generator"))
@@ -18,8 +18,7 @@ class BenchOptions:
         "Closed loop: keep N requests in flight",
         "1:64 doubles from 1 to 64; 1,8,32 are three levels. Choose it to compare with "
         "perf_analyzer. Use --rate for latency targets: real users do not wait for each other.",
-        metavar="N",
-        default="1, if no other load is given",
+        **text("N", "1, if no other load is given"),
     )
     rate: str = load_flag(
         "Open loop: send N requests per second",
@@ -42,17 +41,14 @@ class BenchOptions:
     arrivals: str = load_flag(
         "Arrival process of requests at a rate",
         "Choose gamma with --cv for bursts, constant for clients that send by a clock.",
-        choices=("poisson", "constant", "gamma"),
         default="as in --slo, or poisson",
+        choices=("poisson", "constant", "gamma"),
     )
     cv: float | None = load_flag(
         "Coefficient of variation of gamma arrivals",
         "The standard deviation of the gaps over their mean; 1 is poisson. Raise it when your "
         "traffic comes in bursts.",
-        value=None,
-        metavar="NUMBER",
-        default="1",
-        bounds=(0.01, 100),
+        **number(None, "NUMBER", 0.01, 100, default="1"),
     )
     ramp: str = load_flag(
         "Raise the rate from A to B over --duration",
@@ -73,10 +69,7 @@ class BenchOptions:
     rate_scale: float | None = load_flag(
         "Factor for the rate of --trace",
         "Lower it when the trace comes from a larger service than yours; its shape stays.",
-        value=None,
-        metavar="NUMBER",
-        default="1",
-        bounds=(1e-9, None),
+        **number(None, "NUMBER", 1e-9, default="1"),
     )
     slo: str = slo_flag(
         "Latency target, e.g. 'p99 < 20 ms at 200/s'",
@@ -97,87 +90,70 @@ class BenchOptions:
     tolerance: float | None = slo_flag(
         "Slowdown in percent that --baseline allows",
         "Lower it where machines are quiet, raise it where they are not.",
-        value=None,
-        metavar="PERCENT",
-        default="5",
-        bounds=(0, 1000),
+        **number(None, "PERCENT", 0, 1000, default="5"),
     )
     price: float | None = slo_flag(**PRICE)
     duration: str = time_flag(
         "Time limit per level, e.g. 30s",
         "Raise it when the report says that an interval is too wide.",
-        metavar=TIME,
-        default="10s; a trace or steps run to their end",
+        **text(TIME, "10s; a trace or steps run to their end"),
     )
     precision: float = time_flag(
         "Confidence interval that ends a level, in ± percent",
         "A level ends early, after a third of its time, once the 95 % interval of the deciding "
         "percentile is this narrow. Choose 0 to measure the whole time, when rare stalls matter.",
-        value=5.0,
-        metavar="PERCENT",
-        bounds=(0, 100),
+        **number(5.0, "PERCENT", 0, 100),
     )
     warm_up: str = time_flag(
         "Longest wait until latency is steady",
         "0s measures from the first request. Raise it for models that compile while they run.",
-        value="10s",
-        metavar=TIME,
+        **text(TIME, value="10s"),
     )
     timeout: str = time_flag(
         "Time after which a request has failed",
         "Raise it for slow models; lower it to what your clients wait for.",
-        value="60s",
-        metavar=TIME,
+        **text(TIME, value="60s"),
     )
     data: str = input_flag(
         "File or folder of representative inputs",
         ".npz, .npy, .jsonl, .json (as perf_analyzer has it), .csv, .parquet, .txt (one text per "
         "line) or a folder of images. Give it whenever time depends on the values.",
-        metavar="PATH",
-        default="random values of the model's signature",
+        **text("PATH", "random values of the model's signature"),
     )
     data_name: str = input_flag(**DATA_NAME)
     batch_size: str = input_flag(
         "Rows in each request",
         "1:32 measures 1, 2, 4 … 32; 1:32:4 steps by 4; 1,8,32 are three sizes. Raise it when your "
         "clients send several rows at once.",
-        value="1",
-        metavar="N",
+        **text("N", value="1"),
         short="-b",
     )
     lengths: str = input_flag(
         "Sizes of variable dimensions, or prompt tokens",
         "128, uniform:16:512, normal:128:30, lognormal:100:900 (median and p99) or list:FILE. Give "
         "it when requests differ in size.",
-        metavar="LENGTHS",
-        default="1, or as in --data",
+        **text("LENGTHS", "1, or as in --data"),
     )
     output_lengths: str = input_flag(
         "Tokens to ask a language model for",
         "Written as for --lengths. Give it when answers differ in length.",
-        metavar="LENGTHS",
-        default="as in --data",
+        **text("LENGTHS", "as in --data"),
     )
     seed: int | None = input_flag(
         "Random seed for arrival times and random inputs",
         "A new seed for each run keeps caches cold; the saved run contains it. Give it to send the "
         "same requests again.",
-        value=None,
-        metavar="NUMBER",
-        default="a new one for each run",
-        bounds=(0, 2**31 - 1),
+        **number(None, "NUMBER", 0, 2**31 - 1, default="a new one for each run"),
     )
     model: str = server_flag(
         "Model to ask for, if MODEL does not name it",
         "Needed for repositories and for OpenAI servers with several models.",
-        metavar="NAME",
-        default="the only one",
+        **text("NAME", "the only one"),
     )
     version: str = server_flag(
         "Version of the model",
         "Give it when the highest version is not the one to measure.",
-        metavar="V",
-        default="the highest",
+        **text("V", "the highest"),
     )
     api_key: str = server_flag(
         "API key for the server",
@@ -189,14 +165,14 @@ class BenchOptions:
     tensors: str = server_flag(
         "Encoding of tensors in v2 over HTTP",
         "Choose json when your clients send JSON.",
-        choices=("binary", "json"),
         default="binary",
+        choices=("binary", "json"),
     )
     api: str = server_flag(
         "OpenAI endpoint to ask",
         "Choose completions for base models without a chat template.",
-        choices=("chat", "completions"),
         default="chat",
+        choices=("chat", "completions"),
     )
     extra: str = server_flag(
         "Further fields of OpenAI requests, as JSON",
@@ -213,8 +189,8 @@ class BenchOptions:
     method: str = server_flag(
         "HTTP method for a plain URL",
         "Change it when the server expects another method.",
-        choices=("GET", "POST", "PUT"),
         default="POST with --body, else GET",
+        choices=("GET", "POST", "PUT"),
     )
     header: tuple[str, ...] = server_flag(
         "Header of each HTTP request",
@@ -226,16 +202,11 @@ class BenchOptions:
     max_connections: int | None = generator_flag(
         "Limit on connections per process",
         "Raise it when the report says that requests waited for a connection.",
-        value=None,
-        metavar="N",
-        default="1024, or the highest concurrency",
-        bounds=(1, 60000),
+        **number(None, "N", 1, 60000, default="1024, or the highest concurrency"),
     )
     processes: int = generator_flag(
         "Processes that send requests",
         "Raise it when the report says that the generator was the bottleneck and CPU cores are "
         "idle.",
-        value=1,
-        metavar="N",
-        bounds=(1, 256),
+        **number(1, "N", 1, 256),
     )

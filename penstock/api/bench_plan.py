@@ -1,5 +1,4 @@
-"""Options of `penstock bench` to a plan: parsed, checked together, and every problem reported at
-once, under the name of its flag."""
+"""Options of `penstock bench` to a plan; all problems are reported at once, under their flags."""
 
 from __future__ import annotations
 
@@ -70,11 +69,13 @@ def make_plans(
     inputs = _inputs(reading)
     loads = _loads(reading, slo, duration_s)
     spec = _target(model, reading, loads)
-    question = _question(reading)
+    question = "knee" if options.find_knee else "max rate" if options.max_rate else ""
+    needs_slo = question == "max rate" and not options.slo
+    reading.refuse(needs_slo, "--max-rate needs --slo, e.g. --slo 'p99 < 20 ms'")
     is_cold = options.warm_up in ("0", "0s")
     warm_up_s = None if is_cold else reading.parse("warm_up", slos.parse_duration)
-    if options.gate and slo is None and not options.baseline:
-        reading.problems.append("--gate needs --slo, --baseline or both")
+    is_vain = options.gate and slo is None and not options.baseline
+    reading.refuse(is_vain, "--gate needs --slo, --baseline or both")
     _check_unused(reading, spec, ambient)
     _check_alone(reading, slo)
     reading.check()
@@ -122,12 +123,9 @@ def parse_batch_sizes(text: str) -> list[int]:
 
 def _without_secrets(command: str, options: BenchOptions) -> str:
     """Return the command with secrets masked: runs are shared."""
-    secret_texts = [options.api_key] if options.api_key else []
-    for header in options.header:
-        name, _, value = header.partition(":")
-        if value.strip() and SECRET_HEADERS.search(name):
-            secret_texts.append(value.strip())
-    for text in secret_texts:
+    headers = [header.partition(":") for header in options.header]
+    secret = [value.strip() for name, _, value in headers if SECRET_HEADERS.search(name)]
+    for text in filter(None, [options.api_key, *secret]):
         command = command.replace(text, "...")
     return command
 
@@ -163,6 +161,10 @@ class OptionReader:
             problems += [f"{flag_name(name)}: {each}" for each in found]
         return None
 
+    def refuse(self, is_wrong: object, problem: str) -> None:
+        if is_wrong:
+            self.problems.append(problem)
+
     def list_given(self, *names: str) -> list[str]:
         """Return which of these options were given, as flags."""
         return [flag_name(name) for name in names if getattr(self.options, name)]
@@ -177,16 +179,15 @@ def _arrivals(options: BenchOptions, rate: Rate | None) -> tuple[str, float]:
 def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
     options = reading.options
     given = reading.list_given(*LOADS)
-    if len(given) > 1:
-        reading.problems.append(f"{' and '.join(given)} contradict each other; give one load")
+    both = " and ".join(given)
+    reading.refuse(len(given) > 1, f"{both} contradict each other; give one load")
     rate = None if slo is None else slo.rate
     arrivals, cv = _arrivals(options, rate)
-    if options.cv and arrivals != "gamma":
-        reading.problems.append("--cv applies to gamma arrivals; give --arrivals gamma too")
+    is_other = options.cv and arrivals != "gamma"
+    reading.refuse(is_other, "--cv applies to gamma arrivals; give --arrivals gamma too")
     if options.arrivals and (closed := reading.list_given("concurrency", "trace", "find_knee")):
         reading.problems.append(f"--arrivals has no effect with {closed[0]}; leave one of them out")
-    if options.rate_scale and not options.trace:
-        reading.problems.append("--rate-scale needs --trace")
+    reading.refuse(options.rate_scale and not options.trace, "--rate-scale needs --trace")
     counts = reading.parse("concurrency", pacer.parse_concurrency) or []
     loads: list[Load] = [pacer.Closed(count) for count in counts]
     rates = reading.parse("rate", pacer.parse_rates) or []
@@ -202,16 +203,6 @@ def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> 
     return tuple(loads) or (pacer.Closed(1),)
 
 
-def _question(reading: OptionReader) -> str:
-    if reading.options.find_knee:
-        return "knee"
-    if not reading.options.max_rate:
-        return ""
-    if not reading.options.slo:
-        reading.problems.append("--max-rate needs --slo, e.g. --slo 'p99 < 20 ms'")
-    return "max rate"
-
-
 def _check_unused(reading: OptionReader, spec: TargetSpec, ambient: Collection[str]) -> None:
     """Report options that have no effect for this target: they are mistakes."""
     if any(each.startswith("--body:") for each in reading.file_problems):
@@ -225,22 +216,19 @@ def _check_unused(reading: OptionReader, spec: TargetSpec, ambient: Collection[s
     except ConfigError as error:
         reading.file_problems += error.problems
         return
-    for name, kinds in APPLIES.items():
-        if kind not in kinds and name not in ambient:
-            where = ", ".join(KINDS[each] for each in kinds)
-            reading.problems += [
-                f"{flag} applies to {where}; MODEL is {KINDS[kind]}"
-                for flag in reading.list_given(name)
-            ]
+    useless = [name for name, kinds in APPLIES.items() if kind not in kinds and name not in ambient]
+    for name in useless:
+        where = ", ".join(KINDS[each] for each in APPLIES[name])
+        problem = f"{flag_name(name)} applies to {where}; MODEL is {KINDS[kind]}"
+        reading.refuse(getattr(reading.options, name), problem)
 
 
 def _check_alone(reading: OptionReader, slo: Slo | None) -> None:
     """Report options that have no effect without another one."""
     options = reading.options
-    if options.data_name and not options.data:
-        reading.problems.append("--data-name needs --data")
-    if options.tolerance is not None and not options.baseline:
-        reading.problems.append("--tolerance needs --baseline")
+    reading.refuse(options.data_name and not options.data, "--data-name needs --data")
+    has_tolerance = options.tolerance is not None
+    reading.refuse(has_tolerance and not options.baseline, "--tolerance needs --baseline")
     has_rate = slo is not None and slo.rate is not None
     if options.arrivals and not (reading.list_given(*LOADS) or has_rate or options.slo and not slo):
         rates = "--rate, --ramp, --steps, --max-rate or an SLO with a rate"

@@ -1,7 +1,5 @@
-"""A client of the v2 protocol: numpy arrays and texts in, numpy arrays out, over HTTP or gRPC.
-
-Works with Penstock, Triton and other v2 servers. Thread-safe; connections are kept open.
-"""
+"""A client of Penstock, Triton and other v2 servers: numpy arrays and texts in, numpy arrays out,
+over HTTP or gRPC. Thread-safe; connections are kept open."""
 
 from __future__ import annotations
 
@@ -39,9 +37,8 @@ class Client:
         self._model = model or endpoint.model
         self._version = endpoint.version
         self._metadata: dict[tuple[str, str], ModelMetadata] = {}
-        self._opened: HttpCalls | GrpcCalls | None = _open(
-            endpoint, Access(api_key, timeout_s, ca_file)
-        )
+        access = Access(api_key, timeout_s, ca_file)
+        self._opened: HttpCalls | GrpcCalls | None = _open(endpoint, access)
 
     def __enter__(self) -> Client:
         return self

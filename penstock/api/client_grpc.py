@@ -19,20 +19,14 @@ from penstock.api.endpoint import Access, Endpoint, ModelMetadata
 from penstock.errors import PenstockError
 from penstock.types import Array, Tensor, TensorSpec
 from penstock.wire import v2_pb
+from penstock.wire.statuses import STATUSES
 
 SERVICE = "/inference.GRPCInferenceService/"
 NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+# Errors by gRPC status: the first kind of each, or else BackendFailed.
 ERRORS: Mapping[str, type[PenstockError]] = {
-    "INVALID_ARGUMENT": errors.InvalidRequest,
     "UNAUTHENTICATED": errors.NotAllowed,
-    "PERMISSION_DENIED": errors.NotAllowed,
-    "NOT_FOUND": errors.NotFound,
-    "UNAVAILABLE": errors.NotReady,
-    "RESOURCE_EXHAUSTED": errors.QuotaExceeded,
-    "FAILED_PRECONDITION": errors.Quarantined,
-    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
-    "CANCELLED": errors.Cancelled,
-    "UNIMPLEMENTED": errors.Unsupported,
+    **{status.grpc: kind for kind, status in reversed(STATUSES.items())},
 }
 
 
@@ -40,9 +34,8 @@ class GrpcCalls:
     def __init__(self, endpoint: Endpoint, access: Access) -> None:
         self._endpoint = endpoint
         self._timeout_s = access.timeout_s
-        self._metadata = (
-            (("authorization", f"Bearer {access.api_key}"),) if access.api_key else None
-        )
+        key = access.api_key
+        self._metadata = (("authorization", f"Bearer {key}"),) if key else None
         if endpoint.is_tls:
             issuers = Path(access.ca_file).read_bytes() if access.ca_file else None
             credentials = grpc.ssl_channel_credentials(issuers)
@@ -61,22 +54,16 @@ class GrpcCalls:
 
     def metadata(self, model: str, version: str) -> ModelMetadata:
         found = self._ask("ModelMetadata", name=model, version=version)
-        return ModelMetadata(
-            found.name,
-            tuple(found.versions),
-            found.platform,
-            tuple(map(_spec, found.inputs)),
-            tuple(map(_spec, found.outputs)),
-        )
+        inputs, outputs = (tuple(map(_spec, each)) for each in (found.inputs, found.outputs))
+        return ModelMetadata(found.name, tuple(found.versions), found.platform, inputs, outputs)
 
     def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
         message = v2_pb.make_infer(model, version, tensors)
         return v2_pb.read_answer(self._send("ModelInfer", message))
 
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
-        raise errors.Unsupported(
-            f"{self._endpoint.url}: text is generated over HTTP; use an http:// URL"
-        )
+        text = "text is generated over HTTP; use an http:// URL"
+        raise errors.Unsupported(f"{self._endpoint.url}: {text}")
 
     def close(self) -> None:
         self._channel.close()

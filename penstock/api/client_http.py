@@ -17,20 +17,13 @@ from penstock.api.endpoint import Access, Endpoint, ModelMetadata
 from penstock.errors import PenstockError
 from penstock.types import Array, Tensor
 from penstock.wire import v2_client
+from penstock.wire.statuses import STATUSES
 
 # Errors by HTTP status; other statuses are BackendFailed. The text decides which error 503 is.
 ERRORS: Mapping[int, type[PenstockError]] = {
-    400: errors.InvalidRequest,
+    **{status.http: kind for kind, status in STATUSES.items()},
     401: errors.NotAllowed,
-    403: errors.NotAllowed,
-    404: errors.NotFound,
-    413: errors.TooLarge,
-    422: errors.Quarantined,
-    429: errors.QuotaExceeded,
     499: errors.DeadlineExceeded,
-    501: errors.Unsupported,
-    503: errors.Overloaded,
-    504: errors.DeadlineExceeded,
 }
 NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
 MAX_KEPT = 32
@@ -67,7 +60,7 @@ class HttpCalls:
         return self._send("GET", "/v2/health/ready")[0] == 200
 
     def is_model_ready(self, model: str, version: str) -> bool:
-        status, _, body = self._send("GET", f"{_path(model, version)}/ready")
+        status, _, body = self._send("GET", f"{model_path(model, version)}/ready")
         if status == 404:
             raise self._error(status, body)
         return status == 200
@@ -77,14 +70,15 @@ class HttpCalls:
         return [each.name for each in _decode(body, _INDEX)]
 
     def metadata(self, model: str, version: str) -> ModelMetadata:
-        return _decode(self._ask("GET", _path(model, version)), _METADATA)
+        return _decode(self._ask("GET", model_path(model, version)), _METADATA)
 
     def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
         head_length, body = v2_client.encode_infer(tensors)
-        headers = {v2_client.HEAD_LENGTH: str(head_length)}
-        status, answered, answer = self._send(
-            "POST", f"{_path(model, version)}/infer", body, headers
+        headers, path = (
+            {v2_client.HEAD_LENGTH: str(head_length)},
+            f"{model_path(model, version)}/infer",
         )
+        status, answered, answer = self._send("POST", path, body, headers)
         if status != 200:
             raise self._error(status, answer)
         length = answered.get(v2_client.HEAD_LENGTH.lower(), str(len(answer)))
@@ -92,7 +86,7 @@ class HttpCalls:
 
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
         body = msgspec.json.encode(fields)
-        answer = self._ask("POST", f"{_path(model, version)}/generate", body)
+        answer = self._ask("POST", f"{model_path(model, version)}/generate", body)
         return _decode(answer, _GENERATED).text_output
 
     def close(self) -> None:
@@ -139,10 +133,9 @@ class HttpCalls:
             if self._idle:
                 return self._idle.pop(), False
         place, timeout_s = (self._endpoint.host, self._endpoint.port), self._access.timeout_s
-        if self._context is not None:
-            secure = http.client.HTTPSConnection(*place, timeout=timeout_s, context=self._context)
-            return secure, True
-        return http.client.HTTPConnection(*place, timeout=timeout_s), True
+        if self._context is None:
+            return http.client.HTTPConnection(*place, timeout=timeout_s), True
+        return http.client.HTTPSConnection(*place, timeout=timeout_s, context=self._context), True
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
@@ -152,11 +145,7 @@ class HttpCalls:
         connection.close()
 
     def _error(self, status: int, body: bytes) -> PenstockError:
-        try:
-            text = msgspec.json.decode(body, type=dict[str, object])["error"]
-        except (msgspec.DecodeError, KeyError):
-            text = f"status {status}"
-        text = f"{self._endpoint.url}: {text}"
+        text = f"{self._endpoint.url}: {error_text(status, body)}"
         if status == 401:
             text += "; give a key by api_key="
         if status == 503 and any(word in text for word in NOT_READY):
@@ -164,7 +153,14 @@ class HttpCalls:
         return ERRORS.get(status, errors.BackendFailed)(text)
 
 
-def _path(model: str, version: str) -> str:
+def error_text(status: int, body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=dict[str, str])["error"]
+    except (msgspec.DecodeError, KeyError):
+        return f"status {status}"
+
+
+def model_path(model: str, version: str) -> str:
     path = f"/v2/models/{quote(model, safe='')}"
     return f"{path}/versions/{quote(version, safe='')}" if version else path
 

@@ -1,5 +1,4 @@
-"""Explanations of a running server's batcher. Used by `penstock.explain` and `penstock
-explain`."""
+"""Explanations of a running server's batcher, for `penstock.explain` and `penstock explain`."""
 
 from __future__ import annotations
 
@@ -8,11 +7,11 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 import msgspec
 
 from penstock.api import shown, terminal
+from penstock.api.client_http import error_text, model_path
 from penstock.api.endpoint import parse_endpoint
 from penstock.benchmark.targets.http_messages import parse_url
 from penstock.errors import CommandLineError, ConfigError
@@ -63,10 +62,8 @@ class ExplainedModel:
             parse_url(self.url)
         except ConfigError as error:
             raise CommandLineError([f"--url {error}"]) from None
-        path = f"/v2/models/{quote(self.model, safe='')}"
-        if self.version:
-            path += f"/versions/{quote(self.version, safe='')}"
-        body = self._get(self.url.rstrip("/") + path + "/explain")
+        path = f"{model_path(self.model, self.version)}/explain"
+        body = self._get(self.url.rstrip("/") + path)
         try:
             return ExplainResult(msgspec.json.decode(body, type=Explanation))
         except msgspec.DecodeError as error:
@@ -81,8 +78,7 @@ class ExplainedModel:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=TIMEOUT_S) as answer:
-                body: bytes = answer.read()
-                return body
+                return bytes(answer.read())
         except urllib.error.HTTPError as error:
             with error:
                 problem = _refusal(error.code, error.read())
@@ -95,10 +91,7 @@ class ExplainedModel:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    try:
-        text = msgspec.json.decode(body, type=dict[str, str])["error"]
-    except (msgspec.DecodeError, KeyError):
-        text = f"status {status}"
+    text = error_text(status, body)
     if status == 401:
         return f"{text}; give one with the scope 'metrics' by --api-key or PENSTOCK_API_KEY"
     if status == 404 and "unknown model" not in text:

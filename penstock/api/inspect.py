@@ -1,21 +1,16 @@
-"""Resolve a MODEL without loading it. Used by `penstock.inspect` and `penstock
-inspect`."""
+"""Resolve a MODEL without loading it, for `penstock.inspect` and `penstock inspect`."""
 
 from __future__ import annotations
 
 import html
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.api import shown
 from penstock.repository import layout, pbtxt
 from penstock.repository.model_source import resolve
 from penstock.serving import placement
 from penstock.system import devices
-
-if TYPE_CHECKING:
-    from penstock.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +50,12 @@ class InspectResult:
 def inspect(model: str) -> InspectResult:
     """Resolve a model or repository; ConfigError if the path is neither."""
     found = resolve(model).read()
-    models = [_inspected(config, found) for config in found.configs]
+    models = []
+    for config in found.configs:
+        notes = list(layout.about(found.folders[config.name], config))
+        if config.uses_gpu:
+            notes.append(f"instances: {placement.describe_placement(config, devices.read_gpus())}")
+        artifact, text = os.path.relpath(config.artifact), pbtxt.describe(config)
+        one = InspectedModel(config.name, config.version, artifact, tuple(notes), text)
+        models.append(one)
     return InspectResult(tuple(models), found.problems)
-
-
-def _inspected(config: ModelConfig, found: layout.RepositoryScan) -> InspectedModel:
-    notes = list(layout.about(found.folders[config.name], config))
-    if config.uses_gpu:
-        notes.append(f"instances: {placement.describe_placement(config, devices.read_gpus())}")
-    artifact = os.path.relpath(config.artifact)
-    text = pbtxt.describe(config)
-    return InspectedModel(config.name, config.version, artifact, tuple(notes), text)

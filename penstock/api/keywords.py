@@ -12,8 +12,6 @@ Number = str | float
 
 
 class ServeKeywords(TypedDict, total=False):
-    """Fields of `ServeOptions`."""
-
     host: str
     http_port: int
     grpc_port: int
@@ -46,8 +44,6 @@ class ServeKeywords(TypedDict, total=False):
 
 
 class BenchKeywords(TypedDict, total=False):
-    """Fields of `BenchOptions`."""
-
     concurrency: Number
     rate: Number
     max_rate: bool
@@ -87,8 +83,6 @@ class BenchKeywords(TypedDict, total=False):
 
 
 class OptimizeKeywords(TypedDict, total=False):
-    """Fields of `OptimizeOptions`."""
-
     slo: str
     accuracy: str
     out: PathText
@@ -112,8 +106,6 @@ class OptimizeKeywords(TypedDict, total=False):
 
 
 class ProfileKeywords(TypedDict, total=False):
-    """Fields of `ProfileOptions`."""
-
     model: str
     batch_size: int
     data: PathText

@@ -100,15 +100,15 @@ class LoadedModel:
         `batch_size` 0 uses the model's largest batch. `progress` shows a bar on stderr."""
         if self._text is not None:
             prompts = predictions.read_prompts(dataset)
-            with predictions.Bar(len(prompts), progress) as bar:
+            with predictions.show_bar(len(prompts), progress) as advance:
                 texts = predictions.generate_all(
-                    lambda prompt: self.generate(prompt, **parameters), prompts, bar
+                    lambda prompt: self.generate(prompt, **parameters), prompts, advance
                 )
             return {"text": np.array(texts, dtype=np.object_)}
         assert self._tensors is not None
         columns = predictions.read_rows(dataset, self.config)
-        with predictions.Bar(columns.num_examples, progress) as bar:
-            return predictions.run(self._tensors, columns, batch_size, bar)
+        with predictions.show_bar(columns.num_examples, progress) as advance:
+            return predictions.run(self._tensors, columns, batch_size, advance)
 
     def statistics(self) -> Mapping[str, Any]:
         """Return an entry of v2's statistics, as in a server's `/stats`."""

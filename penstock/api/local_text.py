@@ -30,8 +30,7 @@ class LocalTextModel(ModelThread[LanguageModel]):
         super().__init__(config, _start(config))
 
     def stream(self, prompt: Prompt, **parameters: object) -> Iterator[str]:
-        """Yield the answer piece by piece. A text is continued; a list of messages is a chat.
-        `parameters` are fields of OpenAI's requests: max_tokens, temperature, stop, seed, ..."""
+        """Yield the answer piece by piece; prompt and parameters are `LoadedModel.generate`'s."""
         answer = _LocalAnswer(self._model, _parse(self.config.name, prompt, parameters))
         with self._lock:
             if self._is_closed:

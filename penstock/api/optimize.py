@@ -1,10 +1,9 @@
-"""Optimisations: options to a plan, a plan to a version in a repository. Used by
-`penstock.optimize` and `penstock optimize`."""
+"""Options to a plan, a plan to a version in a repository: `optimize` in Python and as a command."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,12 +83,10 @@ def optimize(model: str, options: OptimizeOptions, *, progress: bool = False) ->
 def make_plan(model: str, options: OptimizeOptions) -> Plan:
     """Combine options and plan file; the problems of both are reported together."""
     file = plan_file.read(Path(options.plan)) if options.plan else None
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
-    del given["plan"]
-    flags = {"model": model, **given}
-    return plan_file.make_plan(
-        {key: value for key, value in flags.items() if value not in (None, "")}, file
-    )
+    flags = {"model": model, **asdict(options)}
+    del flags["plan"]
+    given = {key: value for key, value in flags.items() if value not in (None, "")}
+    return plan_file.make_plan(given, file)
 
 
 def write_html(optimization: Optimization, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import DATA_NAME, PRICE, TIME, flags_of
+from penstock.api.options import DATA_NAME, PRICE, TIME, flags_of, number, text
 
 goal_flag, data_flag, run_flag = map(flags_of, ("Goal", "Data", "Run"))
 step_flag = flags_of("Functions around the model")
@@ -12,40 +12,34 @@ step_flag = flags_of("Functions around the model")
 
 @dataclass(frozen=True, slots=True)
 class OptimizeOptions:
-    """What must hold, on which data, and how much may be tried. Empty texts and None are not
-    given."""
+    """What must hold, on which data, how much may be tried. Empty texts and None: not given."""
 
     slo: str = goal_flag(
         "Latency target, e.g. 'p99 < 20 ms at 200/s'",
         "Language models: 'ttft p99 < 500 ms, tpot p99 < 100 ms at 2/s'. Needed here or in --plan.",
-        metavar="SLO",
-        default="-",
+        **text("SLO", "-"),
     )
     accuracy: str = goal_flag(
         "Accuracy budget, e.g. 'top1 drop <= 0.5 %'",
         "Also 'score rise <= 2 % relative' and 'agreement drop <= 3 %'. Lower it when errors are "
         "expensive; a tighter budget needs more examples.",
-        metavar="BUDGET",
-        default="1 %, for language models 'kl rise <= 0.02'",
+        **text("BUDGET", "1 %, for language models 'kl rise <= 0.02'"),
     )
     out: str = goal_flag(
         "Model repository for the new version",
         "Created if it does not exist. Needed here or in --plan.",
-        metavar="REPOSITORY",
-        default="-",
+        **text("REPOSITORY", "-"),
     )
     name: str = goal_flag(
         "Name of the model in the repository",
         "Give it when that name is taken or unclear.",
-        metavar="NAME",
-        default="the file's or folder's name",
+        **text("NAME", "the file's or folder's name"),
     )
     device: str = goal_flag(
         "Device: auto, cpu, cuda (each GPU) or cuda:N",
         "auto runs PyTorch models on the GPUs, if there are any, and all others on the CPU. Choose "
         "cpu to optimise for servers without a GPU, cuda:N to keep other GPUs free.",
-        metavar="DEVICE",
-        default="auto",
+        **text("DEVICE", "auto"),
     )
     price: float | None = goal_flag(**PRICE)
     data: str = data_flag(
@@ -53,33 +47,28 @@ class OptimizeOptions:
         ".npz, .npy, .jsonl, .json, .csv, .parquet, .txt (a text per line) or a folder of images. "
         "Give it whenever you can: without it, steps that may change answers are not tried. "
         "Language models need it.",
-        metavar="PATH",
-        default="random inputs",
+        **text("PATH", "random inputs"),
     )
     data_name: str = data_flag(**DATA_NAME)
     labels: str = data_flag(
         "Array or field of --data with the labels",
         "Needed when it has another name.",
-        metavar="NAME",
-        default="label, labels or y",
+        **text("NAME", "label, labels or y"),
     )
     eval: str = data_flag(
         "Evaluator: outputs and labels to scores",
         "A function that returns one score per example. Give it when labels are not class numbers.",
-        metavar="PACKAGE.MODULE:FUNCTION",
-        default="top1 for class labels",
+        **text("PACKAGE.MODULE:FUNCTION", "top1 for class labels"),
     )
     calibration: str = data_flag(
         "Separate inputs for calibration",
         "Give it when INT8 ranges should come from other data.",
-        metavar="PATH",
-        default="a part of --data",
+        **text("PATH", "a part of --data"),
     )
     outputs: str = data_flag(
         "Outputs whose answers matter",
         "Name them when others may change, such as intermediate tensors that no client reads.",
-        metavar="NAME,NAME",
-        default="all",
+        **text("NAME,NAME", "all"),
     )
     preprocess: str = step_flag(
         "Function from requests to model inputs",
@@ -101,8 +90,7 @@ class OptimizeOptions:
     duration: str = run_flag(
         "Time limit per measurement of a candidate",
         "Raise it when the report calls candidates equal and the difference matters to you.",
-        metavar=TIME,
-        default="10s",
+        **text(TIME, "10s"),
     )
     exhaustive: bool | None = run_flag(
         "Try every step, even after the SLO is met",
@@ -121,10 +109,7 @@ class OptimizeOptions:
     seed: int | None = run_flag(
         "Random seed for data split and arrival times",
         "Change it to check that the choice does not depend on it.",
-        value=None,
-        metavar="NUMBER",
-        default="0",
-        bounds=(0, 2**31 - 1),
+        **number(None, "NUMBER", 0, 2**31 - 1, default="0"),
     )
     plan: str = run_flag(
         "TOML file with these options",

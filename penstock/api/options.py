@@ -18,19 +18,29 @@ FLAG = "flag"
 # The metavar of durations: Python callers may give seconds as numbers.
 TIME = "TIME"
 
+
+def text(metavar: str, default: str = "", value: str = "") -> Mapping[str, object]:
+    """Return details of a flag with a text; `default` is the default in words."""
+    return {"metavar": metavar, "default": default, "value": value}
+
+
+def number(
+    value: float | None, metavar: str, low: float, high: float | None = None, default: str = ""
+) -> Mapping[str, object]:
+    """Return details of a flag with a number from `low` to `high`."""
+    return {"value": value, "metavar": metavar, "bounds": (low, high), "default": default}
+
+
 # Flags of several commands.
-DATA_NAME: Mapping[str, Any] = {
+DATA_NAME: Mapping[str, object] = {
     "summary": "Input that .npy files and images are for",
     "when": "Needed when the model has several inputs.",
-    "metavar": "INPUT",
-    "default": "the only input",
+    **text("INPUT", "the only input"),
 }
-PRICE: Mapping[str, Any] = {
+PRICE: Mapping[str, object] = {
     "summary": "Price of the server per hour, in any currency",
     "when": "Give it to see the cost of a million answers, or when the SLO limits it.",
-    "value": None,
-    "metavar": "NUMBER",
-    "bounds": (1e-9, None),
+    **number(None, "NUMBER", 1e-9),
 }
 
 Options = TypeVar("Options")

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,33 +25,25 @@ from penstock.types import Array
 if TYPE_CHECKING:
     from penstock.serving.local import LocalModel
 
+Advance = Callable[[int], None]
 # Batches in flight: enough that one waits while another runs.
 NUM_IN_FLIGHT = 4
 # Prompts in flight; the engine batches them continuously.
 NUM_PROMPTS_IN_FLIGHT = 32
 
 
-class Bar:
-    """A progress bar on stderr, in terminals and notebooks; nothing if it is not wanted."""
+@contextmanager
+def show_bar(num_rows: int, is_shown: bool) -> Iterator[Advance]:
+    """Show a progress bar on stderr, in terminals and notebooks, if it is wanted. Yield the
+    function that takes the number of rows that are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    def __init__(self, num_rows: int, is_shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        columns = ("predict", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self._progress = Progress(*columns, console=console, transient=True, disable=not is_shown)
-        self._task = self._progress.add_task("predict", total=num_rows)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, num_rows: int) -> None:
-        self._progress.advance(self._task, num_rows)
+    columns = ("predict", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("predict", total=num_rows)
+        yield lambda num_done: progress.advance(task, num_done)
 
 
 def read_rows(dataset: object, config: ModelConfig) -> Columns:
@@ -81,7 +74,7 @@ def read_prompts(dataset: object) -> list[Any]:
     return [sample.fields["prompt"] for sample in samples]
 
 
-def run(model: LocalModel, columns: Columns, batch_size: int, bar: Bar) -> dict[str, Array]:
+def run(model: LocalModel, columns: Columns, batch_size: int, advance: Advance) -> dict[str, Array]:
     """Run all rows and return the outputs by name."""
     has_batch = model.config.max_batch_size > 0
     parts: list[dict[str, Array]] = []
@@ -90,7 +83,7 @@ def run(model: LocalModel, columns: Columns, batch_size: int, bar: Bar) -> dict[
     def take() -> None:
         num_rows, future = waiting.popleft()
         parts.append(future.result())
-        bar.advance(num_rows)
+        advance(num_rows)
 
     try:
         for num_rows, tensors in _batches(columns, model.config, batch_size):
@@ -105,13 +98,15 @@ def run(model: LocalModel, columns: Columns, batch_size: int, bar: Bar) -> dict[
     return {name: _join([part[name] for part in parts], has_batch) for name in parts[0]}
 
 
-def generate_all(generate: Callable[[Any], str], prompts: Sequence[Any], bar: Bar) -> list[str]:
+def generate_all(
+    generate: Callable[[Any], str], prompts: Sequence[Any], advance: Advance
+) -> list[str]:
     """Answer all prompts, several at a time, in order."""
     with ThreadPoolExecutor(NUM_PROMPTS_IN_FLIGHT) as threads:
         texts = []
         for text in threads.map(generate, prompts):
             texts.append(text)
-            bar.advance(1)
+            advance(1)
         return texts
 
 
@@ -123,9 +118,7 @@ def _batches(
         limit = config.max_batch_size or "one row, without a batch dimension"
         raise InvalidRequest(f"batch_size {batch_size}: the model takes at most {limit}")
     is_even = all(isinstance(column, np.ndarray) for column in columns.by_name.values())
-    size = 1
-    if config.max_batch_size and is_even:
-        size = batch_size or config.max_batch_size
+    size = batch_size or config.max_batch_size if config.max_batch_size and is_even else 1
     for start in range(0, columns.num_examples, size):
         end = min(start + size, columns.num_examples)
         tensors: dict[str, Array] = {}

@@ -65,20 +65,14 @@ def profile(model: str, options: ProfileOptions) -> ProfileResult:
         source = _source(config, options)
         trace = Path(options.chrome_trace).absolute() if options.chrome_trace else None
         _, sample = source.next()
-        rows: list[dict[str, Array]] = [dict(sample.tensors)]
+        tensors = sample.tensors
+        rows: list[dict[str, Array]] = [dict(tensors)]
         if config.max_batch_size:
-            rows = [
-                {name: array[index] for name, array in sample.tensors.items()}
-                for index in range(options.batch_size)
-            ]
-        settings = profiler.ProfileSettings(num_runs=options.runs, trace=trace)
-        found = profiler.profile_build(folder, rows, settings)
+            indices = range(options.batch_size)
+            rows = [{name: array[n] for name, array in tensors.items()} for n in indices]
+        found = profiler.profile_build(folder, rows, num_runs=options.runs, trace=trace)
     found.inputs = source.origin.text
     return ProfileResult(found)
-
-
-def to_json(profile: Profile) -> str:
-    return msgspec.json.format(msgspec.json.encode(profile)).decode()
 
 
 def write_html(profile: Profile, path: Path, command: str = "") -> None:
@@ -88,16 +82,15 @@ def write_html(profile: Profile, path: Path, command: str = "") -> None:
 
 
 def write_json(profile: Profile, path: Path) -> None:
-    run_files.write_text(to_json(profile), path)
+    run_files.write_text(msgspec.json.format(msgspec.json.encode(profile)).decode(), path)
 
 
 def _source(config: ModelConfig, options: ProfileOptions) -> Source:
     has_batch = config.max_batch_size > 0
     if options.batch_size > max(1, config.max_batch_size):
         limit = config.max_batch_size or "one row, without a batch dimension"
-        raise CommandLineError(
-            [f"--batch-size {options.batch_size}: the model takes at most {limit}"]
-        )
+        problem = f"--batch-size {options.batch_size}: the model takes at most {limit}"
+        raise CommandLineError([problem])
     spec = InputSpec(
         path=options.data,
         name=options.data_name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import DATA_NAME, flags_of
+from penstock.api.options import DATA_NAME, flags_of, number, text
 
 input_flag, run_flag, output_flag = map(flags_of, ("Inputs", "Measurement", "Output"))
 
@@ -16,53 +16,41 @@ class ProfileOptions:
     model: str = run_flag(
         "Model to profile, if MODEL is a repository",
         "Needed when the repository holds several models.",
-        metavar="NAME",
-        default="the only one",
+        **text("NAME", "the only one"),
     )
     batch_size: int = input_flag(
         "Rows in the batch that is profiled",
         "Raise it to what the server really batches, which penstock explain shows: small and large "
         "batches have different bottlenecks.",
-        value=1,
-        metavar="N",
+        **number(1, "N", 1),
         short="-b",
-        bounds=(1, None),
     )
     data: str = input_flag(
         "File or folder of representative inputs",
         ".npz, .npy, .jsonl, .json, .csv, .parquet or a folder of images. Give it when time "
         "depends on values or on lengths.",
-        metavar="PATH",
-        default="random values of the model's signature",
+        **text("PATH", "random values of the model's signature"),
     )
     data_name: str = input_flag(**DATA_NAME)
     lengths: str = input_flag(
         "Sizes of variable dimensions, such as 128",
         "Give it for text models without --data: one token says nothing about fifty.",
-        metavar="LENGTHS",
-        default="1, or as in --data",
+        **text("LENGTHS", "1, or as in --data"),
     )
     seed: int = input_flag(
         "Random seed for inputs and the choice of examples",
         "Change it to see whether the answer depends on them.",
-        value=0,
-        metavar="NUMBER",
-        bounds=(0, 2**31 - 1),
+        **number(0, "NUMBER", 0, 2**31 - 1),
     )
     threads: int | None = run_flag(
         "Threads of the instance",
         "Change it to see what one of several smaller instances would do.",
-        value=None,
-        metavar="N",
-        default="as configured",
-        bounds=(1, 1024),
+        **number(None, "N", 1, 1024, default="as configured"),
     )
     runs: int = run_flag(
         "Runs whose medians are shown",
         "Raise it where the machine is not quiet.",
-        value=20,
-        metavar="N",
-        bounds=(3, 10_000),
+        **number(20, "N", 3, 10_000),
     )
     chrome_trace: str = output_flag(
         "Write a trace for ui.perfetto.dev to FILE",

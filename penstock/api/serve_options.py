@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.api.options import flags_of
+from penstock.api.options import flags_of, number, text
 from penstock.config import GPU_MEMORY_RESERVE, GrpcConfig, HttpLimits, TlsConfig
 from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
 security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "Logs"))
-PORTS = (0, 65535)
+PORT_TAKEN = "Change it when the port is taken; 0 picks a free one and prints it."
 BYTES = (1 << 10, 1 << 30)
 
 
@@ -21,34 +21,17 @@ class ServeOptions:
     host: str = listen_flag(
         "Address to listen on",
         "Change it so that other machines can connect; this needs --api-keys or --insecure.",
-        value="127.0.0.1",
-        metavar="ADDRESS",
+        **text("ADDRESS", value="127.0.0.1"),
     )
-    http_port: int = listen_flag(
-        "Port for HTTP",
-        "Change it when the port is taken; 0 picks a free one and prints it.",
-        value=8000,
-        metavar="PORT",
-        bounds=PORTS,
-    )
-    grpc_port: int = listen_flag(
-        "Port for gRPC",
-        "Change it when the port is taken; 0 picks a free one and prints it.",
-        value=8001,
-        metavar="PORT",
-        bounds=PORTS,
-    )
+    http_port: int = listen_flag("Port for HTTP", PORT_TAKEN, **number(8000, "PORT", 0, 65535))
+    grpc_port: int = listen_flag("Port for gRPC", PORT_TAKEN, **number(8001, "PORT", 0, 65535))
     grpc: bool = listen_flag(
         "Serve gRPC, from a process of its own",
         "Switch it off where no client uses gRPC.",
         value=True,
     )
     metrics_port: int = listen_flag(
-        "Port for /metrics and health checks only",
-        "Change it when the port is taken; 0 picks a free one and prints it.",
-        value=8002,
-        metavar="PORT",
-        bounds=PORTS,
+        "Port for /metrics and health checks only", PORT_TAKEN, **number(8002, "PORT", 0, 65535)
     )
     metrics: bool = listen_flag(
         "Open the metrics port",
@@ -60,15 +43,12 @@ class ServeOptions:
         "With 0, the core process serves HTTP. Raise it when penstock explain says that the core's "
         "event loop is the bottleneck and CPU cores are idle; otherwise it only adds latency. Does "
         "not work with language models.",
-        value=0,
-        metavar="N",
-        bounds=(0, 64),
+        **number(0, "N", 0, 64),
     )
     id: str = listen_flag(
         "Name of this server in its metadata",
         "Change it when clients tell several servers apart by name.",
-        value="penstock",
-        metavar="NAME",
+        **text("NAME", value="penstock"),
     )
     model_control_mode: str = model_flag(
         "Whether clients may load and unload models",
@@ -93,9 +73,7 @@ class ServeOptions:
         "Share of each GPU's memory to keep free",
         "Raise it when models run out of memory under load; lower it when the memory plan refuses "
         "models that are known to fit.",
-        value=GPU_MEMORY_RESERVE,
-        metavar="SHARE",
-        bounds=(0.0, 0.999),
+        **number(GPU_MEMORY_RESERVE, "SHARE", 0.0, 0.999),
     )
     allow_hard_links: bool = model_flag(
         "Accept model files that have other hard links",
@@ -117,8 +95,7 @@ class ServeOptions:
     api_keys: str = security_flag(
         "TOML file of API keys and their scopes",
         "Give it when other machines can reach the server. Scopes: infer, metrics, admin.",
-        metavar="FILE",
-        default="no keys",
+        **text("FILE", "no keys"),
     )
     insecure: bool = security_flag(
         "Allow a public --host without API keys",
@@ -129,8 +106,7 @@ class ServeOptions:
         "PEM certificate chain; all ports then use TLS",
         "Give it when clients connect over a network that others can read. Needs --tls-key. "
         "Changed files are reloaded.",
-        metavar="FILE",
-        default="no TLS",
+        **text("FILE", "no TLS"),
     )
     tls_key: str = security_flag(
         "PEM private key of --tls-cert, not encrypted",
@@ -152,24 +128,18 @@ class ServeOptions:
     max_body_bytes: int = limit_flag(
         "Largest HTTP request body, after decompression",
         "Raise it when tensors are larger; each connection may use this much memory.",
-        value=64 << 20,
-        metavar="BYTES",
-        bounds=BYTES,
+        **number(64 << 20, "BYTES", *BYTES),
     )
     max_json_bytes: int = limit_flag(
         "Largest JSON part of an HTTP inference",
         "Raise it only where clients cannot send binary tensors: decoding JSON delays all other "
         "requests.",
-        value=8 << 20,
-        metavar="BYTES",
-        bounds=BYTES,
+        **number(8 << 20, "BYTES", *BYTES),
     )
     grpc_max_message_bytes: int = limit_flag(
         "Largest gRPC request",
         "Raise it when tensors are larger; address space is reserved for it.",
-        value=64 << 20,
-        metavar="BYTES",
-        bounds=BYTES,
+        **number(64 << 20, "BYTES", *BYTES),
     )
     grpc_compression: str = limit_flag(
         "Compression of gRPC responses",
@@ -182,23 +152,21 @@ class ServeOptions:
         "Seconds for requests in flight after SIGTERM",
         "Raise it for slow models, and keep it below the time after which your orchestrator kills "
         "the process.",
-        value=30.0,
-        metavar="SECONDS",
-        bounds=(0, None),
+        **number(30.0, "SECONDS", 0),
     )
     log_level: str | None = log_flag(
         "Least important log lines to write",
         "Choose WARNING where logs are paid by the line, DEBUG to look for a fault.",
         value=None,
-        choices=logs.LEVELS,
         default="PENSTOCK_LOG, or INFO",
+        choices=logs.LEVELS,
     )
     log_format: str | None = log_flag(
         "Format of log lines",
         "Choose json, one object per line, when logs are collected.",
         value=None,
-        choices=logs.FORMATS,
         default="PENSTOCK_LOG_FORMAT, or text",
+        choices=logs.FORMATS,
     )
     log_requests: bool = log_flag(
         "Log every inference with status and timings",

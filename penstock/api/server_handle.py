@@ -55,10 +55,8 @@ class ServerHandle:
 
     def _repr_html_(self) -> str:
         state = "running" if self.is_running else "stopped"
-        models = ", ".join(self.models)
-        url = html.escape(self.url)
-        link = f'<a href="{url}">{url}</a>'
-        return f"<p>Penstock server {link}: {html.escape(models)} ({state})</p>"
+        url, models = html.escape(self.url), html.escape(", ".join(self.models))
+        return f'<p>Penstock server <a href="{url}">{url}</a>: {models} ({state})</p>'
 
     @property
     def pid(self) -> int:

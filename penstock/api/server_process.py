@@ -1,5 +1,5 @@
-"""The child process of `penstock.serve`: reads a `Job` from stdin, writes one `Outcome` to stdout,
-and serves until its parent stops it. Ends when the parent does: stdin is then closed."""
+"""The child process of `penstock.serve`: reads a `ServeJob` from stdin, writes one `ServeOutcome`
+to stdout, and serves until its parent stops it or ends, which closes stdin."""
 
 from __future__ import annotations
 

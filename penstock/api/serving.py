@@ -38,7 +38,11 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
     that contradict each other, before anything is served."""
     import uvloop
 
-    configure_logs(options)
+    settings = logs.from_environment()
+    level, form = options.log_level or settings.level, options.log_format or settings.format
+    settings = replace(settings, level=level, format=form)
+    logs.configure(settings)
+    logs.hand_down(settings)
     server.check(options)
     found = _find(model, options)
     if not options.allow_hard_links:
@@ -56,14 +60,6 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
         listeners.started(running, names)
 
     return uvloop.run(server.serve(model, found, options, started, listeners.progress))
-
-
-def configure_logs(options: ServeOptions) -> None:
-    settings = logs.from_environment()
-    level, form = options.log_level or settings.level, options.log_format or settings.format
-    settings = replace(settings, level=level, format=form)
-    logs.configure(settings)
-    logs.hand_down(settings)
 
 
 def flat(problems: dict[str, list[str]]) -> list[str]:
@@ -85,20 +81,16 @@ def _find(path: str, options: ServeOptions) -> RepositoryScan:
     """Return what to load at start."""
     if options.random_weights:
         return layout.read_made_up(path)
-    if not options.is_explicit:
-        if options.load_model:
-            raise CommandLineError(["--load-model needs --model-control-mode explicit"])
-        return resolve(path).read()
+    if options.load_model and not options.is_explicit:
+        raise CommandLineError(["--load-model needs --model-control-mode explicit"])
     source = resolve(path)
-    if "*" in options.load_model:
+    if not options.is_explicit or "*" in options.load_model:
         return source.read()
     source.names()
     found = layout.RepositoryScan()
     for name in options.load_model:
         try:
-            one = source.read_one(name)
+            found.add(source.read_one(name))
         except NotFound as error:
             found.problems[name] = [str(error)]
-            continue
-        found.add(one)
     return found

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 from rich import box
@@ -20,17 +21,12 @@ from rich.text import Text
 
 import penstock
 from penstock.api.server_process import addresses
-from penstock.config import CPU, TlsConfig
+from penstock.config import CPU
 from penstock.dashboard.example_calls import KEY, curl_line, key_options
 from penstock.dashboard.state import call_of, num_ready
+from penstock.report.tables import bar, section
 from penstock.repository.layout import listed
-from penstock.serving.explain import (
-    Explanation,
-    InstanceState,
-    PaceState,
-    PastBatch,
-    ProcessState,
-)
+from penstock.serving.explain import Explanation, PastBatch
 from penstock.serving.memory_plan import describe_share, gib
 from penstock.serving.placement import briefly
 from penstock.system import logs
@@ -51,8 +47,8 @@ WATCH_S = 1.0
 QUIET_S = 10.0
 
 
-def console(is_error: bool = False) -> Console:
-    made = Console(stderr=is_error)
+def console() -> Console:
+    made = Console()
     if not made.is_terminal:
         made.width = 1000  # Wide enough that no line of a file is broken.
     return made
@@ -94,11 +90,8 @@ def print_start(server: Server, host: str, names: Sequence[str]) -> None:
         for problem in failure.problems:
             out.print(Text(f"{failure.name}: {problem}", style="red"), soft_wrap=True)
     lines = [f"{what:7}  {address}" for what, address in _addresses(server, host).items()]
-    lines += [
-        f"Page     {addresses(server, reachable(host)).url}/",
-        *_try_it(server, reachable(host)),
-    ]
-    for line in lines:
+    lines.append(f"Page     {addresses(server, reachable(host)).url}/")
+    for line in [*lines, *_try_it(server, reachable(host))]:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -132,27 +125,23 @@ def _try_it(server: Server, host: str) -> list[str]:
     if not ready:
         return []
     model = min(ready, key=lambda each: (each.config.name, -int(each.config.version)))
-    options = [*_tls_options(server.tls), *(key_options() if server.needs_key else [])]
-    line = curl_line(call_of(server.catalog, model), addresses(server, host).url, options)
-    lines = ["", "Try it:"]
+    lines, options = ["", "Try it:"], []
     if server.needs_key:
         lines.append(f"  export {KEY}=...  # a key with the scope infer")
     if server.tls is not None:
         lines.append("  # If the certificate is not for this address: -k instead of --cacert.")
+        options += ["--cacert", shlex.quote(server.tls.cert)]
+        if server.tls.client_ca:
+            options += ["--cert", "client.pem", "--key", "client-key.pem"]
+    options += key_options() if server.needs_key else []
+    line = curl_line(call_of(server.catalog, model), addresses(server, host).url, options)
     return [*lines, f"  {line}"]
-
-
-def _tls_options(tls: TlsConfig | None) -> list[str]:
-    if tls is None:
-        return []
-    client = ["--cert", "client.pem", "--key", "client-key.pem"] if tls.client_ca else []
-    return ["--cacert", shlex.quote(tls.cert), *client]
 
 
 def _addresses(server: Server, host: str) -> dict[str, str]:
     at = addresses(server, host)
-    found = {"HTTP": f"{at.url}/v2", "gRPC": at.grpc_url.partition("://")[2]}
-    found["Metrics"] = at.metrics_url
+    grpc, metrics = at.grpc_url.partition("://")[2], at.metrics_url
+    found = {"HTTP": f"{at.url}/v2", "gRPC": grpc, "Metrics": metrics}
     return {what: address for what, address in found.items() if address}
 
 
@@ -163,8 +152,7 @@ def tell_memory_plan(plan: Sequence[GpuPlan]) -> None:
         out.print(memory_table(plan))
         return
     for each in plan:
-        gpu = each.gpu
-        models = "; ".join(map(describe_share, each.shares))
+        gpu, models = each.gpu, "; ".join(map(describe_share, each.shares))
         fields = {"gpu_uuid": gpu.uuid, "needed_bytes": each.needed_bytes}
         server_log.info(
             "GPU %d (%s): models need %s of the %s that can be had: %s",
@@ -175,14 +163,12 @@ def tell_memory_plan(plan: Sequence[GpuPlan]) -> None:
 
 def memory_table(plan: Sequence[GpuPlan]) -> Table:
     table = Table(title="GPU memory", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("GPU", overflow="fold")
-    table.add_column("model", overflow="fold")
-    for column in ("workers", "each", "together"):
-        table.add_column(column, no_wrap=True, justify="right")
-    table.add_column("", no_wrap=True)
+    for column in ("GPU", "model"):
+        table.add_column(column, overflow="fold")
+    for column in ("workers", "each", "together", ""):
+        table.add_column(column, no_wrap=True, justify="right" if column else "left")
     for each in plan:
-        gpu = each.gpu
-        name = f"{gpu.index} {gpu.name}"
+        gpu, name = each.gpu, f"{each.gpu.index} {each.gpu.name}"
         for share in each.shares:
             cells = (gib(share.need.num_bytes), gib(share.num_bytes), share.need.source)
             model = escape(f"{share.model}/{share.version}")
@@ -200,13 +186,12 @@ def memory_table(plan: Sequence[GpuPlan]) -> Table:
 def start_table(server: Server, names: Sequence[str]) -> Table:
     title = f"Penstock {penstock.__version__}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    index = server.catalog.index(names)
     table.add_column("model", overflow="fold")
     for column in ("version", "state", "backend", "batching", "instances", "loaded in"):
         is_figure = column in ("version", "instances", "loaded in")
         table.add_column(column, no_wrap=True, justify="right" if is_figure else "left")
     models = {(model.config.name, model.config.version): model for model in server.catalog}
-    for entry in index:
+    for entry in server.catalog.index(names):
         state = entry.state or "not loaded"
         style = STATE_STYLES.get(state, "dim")
         cells = [escape(entry.name), entry.version, f"[{style}]{state}[/{style}]"]
@@ -217,8 +202,7 @@ def start_table(server: Server, names: Sequence[str]) -> Table:
 def _model_cells(model: Served | None) -> list[str]:
     if model is None:
         return ["", "", "", ""]
-    config = model.config
-    ready = num_ready(model)
+    config, ready = model.config, num_ready(model)
     count = str(config.num_instances)
     if ready != config.num_instances:
         count = f"{ready} of {count}"
@@ -245,38 +229,59 @@ def explained(answer: Explanation) -> Group:
     """Render an explanation, most important parts first: a screen may be too small for the rest."""
     parts: list[RenderableType] = [_title(answer)]
     parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
-    parts += [
-        _section("Why batches are as they are"),
-        *(Text(f"- {text}") for text in answer.verdicts),
-    ]
+    parts.append(section("Why batches are as they are"))
+    parts += [Text(f"- {text}") for text in answer.verdicts]
     if any(each.device != CPU for each in answer.instances):
-        parts += [_section("Instances"), _instances(answer.instances)]
-    parts += [_section("Waiting now"), _waiting(answer)]
+        columns: tuple[str, ...] = ("instance", "device", "state", "slots", "pid", "GPU memory")
+        rows: list[Sequence[object]] = [
+            (one.index, one.device, one.state, one.num_slots, one.pid, memory)
+            for one in answer.instances
+            for memory in [gib(one.gpu_memory_bytes) if one.gpu_memory_bytes else ""]
+        ]
+        parts += [section("Instances"), _table(columns, rows, num_words=3)]
+    columns = ("shape", "waits for", "requests", "rows", "oldest ms")
+    rows = [
+        (lane.shape, lane.waits_for, lane.num_requests, lane.num_rows, _ms(lane.oldest_s))
+        for lane in answer.waiting
+    ]
+    parts += [section("Waiting now"), _table(columns, rows, num_words=2, empty="nothing")]
     refused = _table(("reason", "requests"), list(answer.refused.items()), empty="nobody")
-    parts += [_section("Refused"), refused]
+    parts += [section("Refused"), refused]
     if answer.paces:
         unit = "tokens" if "max_tokens" in answer.policy else "rows"
-        parts += [_section(f"T(b) in ms, b in {unit}; b* is aimed at"), _paces(answer.paces)]
-    parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
-    parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
-    parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
+        parts.append(section(f"T(b) in ms, b in {unit}; b* is aimed at"))
+        columns = ("shape", "b*", "arrivals/s", *(f"T({n})" for n in answer.paces[0].times_s))
+        rows = [
+            (pace.shape, pace.target_size, f"{pace.arrivals_per_s:.0f}", *times)
+            for pace in answer.paces
+            for times in [map(_ms, pace.times_s.values())]
+        ]
+        parts.append(_table(columns, rows))
+    parts += [section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
+    parts += [section("Last batches (ms: waits, then work)"), _recent(answer)]
+    rows = [(one.shape, one.num_requests, one.num_rows, one.num_batches) for one in answer.shapes]
+    shapes = _table(("shape", "requests", "rows", "batches"), rows)
+    parts += [section(f"Shapes of a row ({answer.num_shapes} seen)"), shapes]
     if answer.processes:
-        parts += [_section("Event loops just now"), _processes(answer.processes)]
+        columns = ("process", "pid", "of a core", "connections")
+        rows = [
+            (one.name, one.pid, f"{one.busy:.0%}", "" if (n := one.num_connections) is None else n)
+            for one in answer.processes
+        ]
+        parts += [section("Event loops just now"), _table(columns, rows)]
     return Group(*parts)
 
 
 def watch(ask: Callable[[], Explanation]) -> NoReturn:
     """Show a new answer every second until Ctrl-C, which raises KeyboardInterrupt. In a terminal
-    each answer replaces the last one, cut to its height; other outputs get one after the other.
-    """
+    each answer replaces the last one, cut to its height; other outputs get all of them."""
     out = console()
-    if not out.is_terminal:
+    with Live(console=out, auto_refresh=False) if out.is_terminal else nullcontext() as live:
         while True:
-            out.print(explained(ask()), "")
-            time.sleep(WATCH_S)
-    with Live(console=out, auto_refresh=False) as live:
-        while True:
-            live.update(explained(ask()), refresh=True)
+            if live is None:
+                out.print(explained(ask()), "")
+            else:
+                live.update(explained(ask()), refresh=True)
             time.sleep(WATCH_S)
 
 
@@ -292,18 +297,6 @@ def _title(answer: Explanation) -> Group:
         Text.assemble(("mode ", "dim"), (answer.mode, "bold"), f": {answer.mode_reason}"),
         Text.assemble(("policy ", "dim"), policy),
     )
-
-
-def _processes(processes: Sequence[ProcessState]) -> RenderableType:
-    rows = [
-        (each.name, each.pid, f"{each.busy:.0%}", "" if (n := each.num_connections) is None else n)
-        for each in processes
-    ]
-    return _table(("process", "pid", "of a core", "connections"), rows)
-
-
-def _section(title: str) -> Text:
-    return Text.assemble("\n", (title, "bold cyan"))
 
 
 def _table(
@@ -322,24 +315,6 @@ def _table(
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table
-
-
-def _instances(instances: Sequence[InstanceState]) -> RenderableType:
-    columns = ("instance", "device", "state", "slots", "pid", "GPU memory")
-    rows = []
-    for each in instances:
-        memory = gib(each.gpu_memory_bytes) if each.gpu_memory_bytes else ""
-        rows.append((each.index, each.device, each.state, each.num_slots, each.pid, memory))
-    return _table(columns, rows, num_words=3)
-
-
-def _waiting(answer: Explanation) -> RenderableType:
-    columns = ("shape", "waits for", "requests", "rows", "oldest ms")
-    rows = [
-        (lane.shape, lane.waits_for, lane.num_requests, lane.num_rows, _ms(lane.oldest_s))
-        for lane in answer.waiting
-    ]
-    return _table(columns, rows, num_words=2, empty="nothing")
 
 
 def _recent(answer: Explanation) -> RenderableType:
@@ -368,30 +343,9 @@ def _bars(batch_sizes: dict[int, int]) -> RenderableType:
     rows = []
     for step, count in sorted(steps.items()):
         label = str(step) if step <= 2 else f"{step // 2 + 1}-{step}"
-        bar = "█" * max(1, round(BAR_WIDTH * count / max(steps.values())))
-        rows.append((label, Text(bar, style="cyan"), count, f"{count / steps.total():.0%}"))
+        line = bar(count, max(steps.values()), BAR_WIDTH)
+        rows.append((label, line, count, f"{count / steps.total():.0%}"))
     return _table(("rows", "", "batches", "share"), rows, num_words=2)
-
-
-def _shapes(answer: Explanation) -> RenderableType:
-    rows = [
-        (seen.shape, seen.num_requests, seen.num_rows, seen.num_batches) for seen in answer.shapes
-    ]
-    return _table(("shape", "requests", "rows", "batches"), rows)
-
-
-def _paces(paces: Sequence[PaceState]) -> RenderableType:
-    sizes = [f"T({size})" for size in paces[0].times_s]
-    rows = [
-        (
-            each.shape,
-            each.target_size,
-            f"{each.arrivals_per_s:.0f}",
-            *map(_ms, each.times_s.values()),
-        )
-        for each in paces
-    ]
-    return _table(("shape", "b*", "arrivals/s", *sizes), rows)
 
 
 def _ms(seconds: float) -> str:

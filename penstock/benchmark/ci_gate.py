@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from penstock import units
-from penstock.benchmark import comparison, headline, pacer, stats
+from penstock.benchmark import comparison, headline, stats
 from penstock.benchmark.comparison import Named
 from penstock.benchmark.results import BenchRun, Level, MaxRate
-from penstock.slo import Latency, Slo, Term
+from penstock.slo import Latency, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +42,15 @@ def _slo_checks(run: BenchRun, slo: Slo) -> Iterator[Check]:
         yield Check(False, f"{slo}: nothing was measured")
     for level in run.levels:
         for verdict in headline.verdicts_of(run, level, slo):
-            is_kept = verdict.outcome == "kept"
-            text = f"{verdict.term}: {verdict.outcome}{_describe(verdict.term, verdict.measured)}"
-            yield Check(is_kept, f"{pacer.label(level.load)}: {text}")
+            text = f"{level.label}: {verdict.term}: {verdict.outcome}"
+            if (found := verdict.measured) is not None:
+                is_latency = isinstance(verdict.term, Latency)
+                text += f", {(units.duration_interval if is_latency else units.interval)(found)}"
+            yield Check(verdict.outcome == "kept", text)
 
 
 def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
-    """Check that a highest rate was found and is at least the rate that the SLO names. Levels above
-    it are expected to miss the SLO."""
+    """Check that the highest rate reaches the SLO's. Levels above it are expected to miss."""
     rate = found.rate.value
     if not rate > 0:
         return Check(False, f"{slo}: {found.reason}")
@@ -62,30 +61,19 @@ def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
 def _baseline_checks(run: BenchRun, baseline: BenchRun, tolerance: float) -> Iterator[Check]:
     pair = comparison.pair_of(Named("baseline", baseline), Named("run", run), tolerance)
     if not pair.rows:
-        have = ", ".join(pacer.label(level.load) for level in baseline.levels) or "nothing"
+        have = ", ".join(level.label for level in baseline.levels) or "nothing"
         yield Check(False, f"the baseline holds {have}: nothing to compare with")
     for row in pair.rows:
         ratio = comparison.ratio_text(row.ratio)
         text = f"{row.load}: {row.figure} {row.other}, was {row.base} ({ratio}): {row.verdict}"
         yield Check(row.verdict != "slower", text)
     for before, level in comparison.matched(baseline, run):
-        yield _failure_check(before, level)
-
-
-def _failure_check(before: Level, level: Level) -> Check:
-    was, now = _failed(before), _failed(level)
-    shares = [units.share(each.value, 1.0) for each in (now, was)]
-    text = f"{pacer.label(level.load)}: {shares[0]} of requests failed, was {shares[1]}"
-    return Check(not now.low > was.high, text)
+        was, now = _failed(before), _failed(level)
+        shares = [units.share(each.value, 1.0) for each in (now, was)]
+        text = f"{level.label}: {shares[0]} of requests failed, was {shares[1]}"
+        yield Check(not now.low > was.high, text)
 
 
 def _failed(level: Level) -> stats.Interval:
-    failed = np.array([window.num_failed for window in level.windows], np.float64)
-    return stats.share_interval(failed, np.array([each.num_due for each in level.windows], float))
-
-
-def _describe(term: Term, found: stats.Interval | None) -> str:
-    if found is None:
-        return ""
-    is_latency = isinstance(term, Latency)
-    return f", {units.duration_interval(found) if is_latency else units.interval(found)}"
+    failed, due = (stats.column(level.windows, name) for name in ("num_failed", "num_due"))
+    return stats.share_interval(failed, due)

@@ -46,11 +46,8 @@ class Pair:
 
 
 def pair_of(base: Named, other: Named, tolerance: float = 0.0) -> Pair:
-    rows = [
-        row
-        for ours, theirs in matched(base.run, other.run)
-        for row in _rows(ours, theirs, tolerance)
-    ]
+    pairs = matched(base.run, other.run)
+    rows = [row for ours, theirs in pairs for row in _rows(ours, theirs, tolerance)]
     return Pair(base, other, tuple(_judged(rows)), tuple(differences(base.run, other.run)))
 
 
@@ -67,7 +64,7 @@ def matched(base: BenchRun, other: BenchRun) -> list[tuple[Level, Level]]:
 
 
 def _rows(ours: Level, theirs: Level, tolerance: float) -> list[tuple[float, ComparisonRow]]:
-    label = summary.label_of(ours)
+    label = ours.label
     a, b = ours.windows, theirs.windows
     speeds = [units.number(stats.throughput_interval(each).value) + "/s" for each in (a, b)]
     both = [stats.compare_throughput(*each, tolerance) for each in ((a, b), (b, a))]
@@ -101,8 +98,7 @@ def _has(windows: Sequence[stats.Window], metric: str) -> bool:
 
 
 def _judged(rows: Sequence[tuple[float, ComparisonRow]]) -> list[ComparisonRow]:
-    """Judge all rows together with Holm's procedure: among twenty comparisons, one would differ by
-    chance alone."""
+    """Judge all rows together (Holm's procedure): of twenty, one would differ by chance."""
     judged = [replace(row, verdict="no difference shown") for _, row in rows]
     order = sorted(range(len(rows)), key=lambda index: rows[index][0])
     for num_before, index in enumerate(order):
@@ -115,21 +111,11 @@ def _judged(rows: Sequence[tuple[float, ComparisonRow]]) -> list[ComparisonRow]:
 
 def differences(base: BenchRun, other: BenchRun) -> list[str]:
     """List what makes two runs more than the same thing measured twice."""
-    ours, theirs = base.target, other.target
-    known = {
-        "protocol": (ours.protocol, theirs.protocol),
-        "server": (ours.server, theirs.server),
-        "model": (ours.model, theirs.model),
-        "model files": (ours.model_digest, theirs.model_digest),
-        "model configuration": (ours.config_digest, theirs.config_digest),
-        "inputs": (_inputs(base), _inputs(other)),
-        "rows a request": (str(base.batch_size), str(other.batch_size)),
-        "hardware": (_hardware(base), _hardware(other)),
-    }
+    ours, theirs = _facts(base), _facts(other)
     found = [
-        f"{name}: {mine or 'not known'} against {yours or 'not known'}"
-        for name, (mine, yours) in known.items()
-        if mine != yours
+        f"{name}: {mine or 'not known'} against {theirs[name] or 'not known'}"
+        for name, mine in ours.items()
+        if mine != theirs[name]
     ]
     matching = matched(base, other)
     alone = len(base.levels) + len(other.levels) - 2 * len(matching)
@@ -140,15 +126,20 @@ def differences(base: BenchRun, other: BenchRun) -> list[str]:
     return found
 
 
-def _inputs(run: BenchRun) -> str:
+def _facts(run: BenchRun) -> dict[str, str]:
+    target, machine = run.target, run.environment
     digest = f" ({run.origin.digest})" if run.origin.digest else ""
-    return run.origin.text + digest
-
-
-def _hardware(run: BenchRun) -> str:
-    machine = run.environment
-    gpus = f", {', '.join(machine.gpus)}" if machine.gpus else ""
-    return f"{machine.host_cpu}, {units.count(machine.num_cores, 'core')}{gpus}"
+    hardware = (machine.host_cpu, units.count(machine.num_cores, "core"), *machine.gpus)
+    return {
+        "protocol": target.protocol,
+        "server": target.server,
+        "model": target.model,
+        "model files": target.model_digest,
+        "model configuration": target.config_digest,
+        "inputs": run.origin.text + digest,
+        "rows a request": str(run.batch_size),
+        "hardware": ", ".join(hardware),
+    }
 
 
 def summary_text(pair: Pair) -> str:

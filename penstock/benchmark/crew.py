@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -21,9 +22,7 @@ class GeneratorProcess:
     """One generator. `report` receives its progress; all other answers queue for `expect`."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        report: Callable[[messages.GeneratorReport], None],
+        self, process: Process, report: Callable[[messages.GeneratorReport], None]
     ) -> None:
         # Why the generator failed; empty while it works.
         self.problems: list[str] = []
@@ -86,8 +85,8 @@ class GeneratorPool:
         for setup in setups:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "penstock.benchmark.generator"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdin=PIPE,
+                stdout=PIPE,
                 start_new_session=True,  # The conductor handles Ctrl-C.
             )
             member = GeneratorProcess(process, partial(self._report, setup.index))

@@ -20,8 +20,7 @@ from penstock.types import Array
 
 @dataclass(slots=True, eq=False)
 class TimedExchange:
-    """One request. `due` is when it should be sent, `sent` when it was. The sender sets `sent`,
-    then `done` (and `failure` if it failed), and calls `finish` once, on the event loop."""
+    """One request. `due` is planned, `sent` is real; its sender sets it, then calls `end` once."""
 
     due: float
     # The target's encoding of the input: bytes to write, a message, tensors.
@@ -34,6 +33,11 @@ class TimedExchange:
     # The server's own timings of this request in seconds, where it was asked for them.
     phases: Mapping[str, float] | None = None
     stream: StreamTimes | None = None
+
+    def end(self, done: float, failure: str | None) -> None:
+        self.done = done
+        self.failure = failure
+        self.finish(self)
 
 
 @dataclass(slots=True)
@@ -96,9 +100,6 @@ class Collector:
         self._add_due, self._add_sent = self._due.append, self._sent.append
         self._add_done, self._add_failed = self._done.append, self._failed.append
 
-    def __len__(self) -> int:
-        return len(self._done)
-
     def add(self, exchange: TimedExchange) -> None:
         self._add_due(exchange.due)
         self._add_sent(exchange.sent)
@@ -114,22 +115,16 @@ class Collector:
             self._samples.append(TimingSample(latency_s, dict(exchange.phases)))
 
     def _failure(self, text: str) -> int:
+        if text not in self._failures and len(self._failures) >= self.MAX_FAILURES:
+            text = "other failures"
         if text not in self._failures:
-            if len(self._failures) >= self.MAX_FAILURES:
-                text = "other failures"
-            if text not in self._failures:
-                self._failures.append(text)
+            self._failures.append(text)
         return self._failures.index(text) + 1
 
     def take(self) -> ExchangeColumns:
-        columns = ExchangeColumns(
-            self._due.tobytes(),
-            self._sent.tobytes(),
-            self._done.tobytes(),
-            bytes(self._failed),
-            self._failures,
-            samples=self._samples,
-        )
+        due, sent, done = (column.tobytes() for column in (self._due, self._sent, self._done))
+        failed, samples = bytes(self._failed), self._samples
+        columns = ExchangeColumns(due, sent, done, failed, self._failures, samples=samples)
         if self._streams:
             _add_streams(columns, self._streams)
         self._clear()
@@ -146,9 +141,9 @@ def _add_streams(columns: ExchangeColumns, exchanges: list[TimedExchange]) -> No
         times = stream.times
         due.append(exchange.due)
         first.append(times[0])
-        spread = times[-1] - times[0]
         num_later = stream.num_output_tokens - 1
-        tpot.append(spread / num_later if num_later > 0 and len(times) > 1 else float("nan"))
+        is_known = num_later > 0 and len(times) > 1
+        tpot.append((times[-1] - times[0]) / num_later if is_known else float("nan"))
         num_in.append(stream.num_input_tokens)
         num_out.append(stream.num_output_tokens)
         gaps.extend(later - earlier for earlier, later in zip(times, times[1:], strict=False))

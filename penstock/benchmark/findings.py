@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from penstock import units
@@ -18,6 +19,7 @@ from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.summary import PERCENTILES, Figures
 
 Severity = Literal["error", "warning", "note"]
+Told = tuple[Severity, str]
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 # Above this share of a core, the generator process itself delays requests.
@@ -56,8 +58,7 @@ def find(run: BenchRun) -> list[Finding]:
     found = [*_of_run(run), *_too_few(run, figures), *_load_of_server(run, figures)]
     found += _imprecision(run, figures)
     for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
-        for severity, text in _of_level(run, level, row):
-            found.append(Finding(severity, text, index))
+        found += [Finding(severity, text, index) for severity, text in _of_level(run, level, row)]
     deciding = deciding_levels(run)
     told = [each for each in found if each.level is None or each.level in deciding]
     return sorted(told, key=lambda each: ORDER.index(each.severity))
@@ -66,14 +67,10 @@ def find(run: BenchRun) -> list[Finding]:
 def deciding_levels(run: BenchRun) -> set[int]:
     """Return the indices of the levels that the answer rests on. A rate search overloads the server
     on purpose, so findings about those levels are left out."""
-    every = set(range(len(run.levels)))
     if run.max_rate is None:
-        return every
-    rates = {
-        index: rate
-        for index, level in enumerate(run.levels)
-        if (rate := pacer.flat_rate(level.load)) is not None
-    }
+        return set(range(len(run.levels)))
+    flat = {index: pacer.flat_rate(level.load) for index, level in enumerate(run.levels)}
+    rates = {index: rate for index, rate in flat.items() if rate is not None}
     answer = run.max_rate.rate.value
     kept = [rate for rate in rates.values() if rate <= answer * (1 + 1e-9)]
     best = max(kept, default=min(rates.values(), default=0.0))
@@ -104,56 +101,44 @@ def _of_run(run: BenchRun) -> Iterator[Finding]:
         yield Finding("note", f"{text} that real arrivals would see is not in these percentiles.")
 
 
-def _of_level(run: BenchRun, level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+def _of_level(run: BenchRun, level: Level, figures: Figures) -> list[Told]:
     if not figures.num_requests:
-        yield "error", "No request was due in the time measured: nothing can be said."
-        return
-    yield from _failures(figures)
-    yield from _generator_limits(level, figures)
-    yield from _shared_machine(run, level)
-    yield from _silence(level, figures)
-    if (text := _warm_up(level)) is not None:
-        yield "warning", text
-    if _is_growing(level):
-        # Little's law and the intervals mean nothing then.
-        text = "Latency grew all the time: more arrives than the server can answer, the queue"
-        yield "error", f"{text} grows, and percentiles say how long was measured, nothing else."
-        return
-    if (text := _little(level, figures)) is not None:
-        yield "warning", text
+        return [("error", "No request was due in the time measured: nothing can be said.")]
+    found = [_failures(figures), _generator_limits(level, figures), _shared_machine(run, level)]
+    found += [_silence(level, figures), _warm_up(level)]
+    # Little's law means nothing while the queue grows.
+    found.append(_growth(level) or _little(level, figures))
+    return [each for each in found if each is not None]
 
 
-def _failures(figures: Figures) -> Iterator[tuple[Severity, str]]:
+def _failures(figures: Figures) -> Told | None:
     if not figures.num_failed:
-        return
+        return None
     causes = ", ".join(f"{amount} x {cause}" for cause, amount in figures.failures.items())
     share = units.share(figures.num_failed, figures.num_requests)
     text = f"{figures.num_failed} of {figures.num_requests} requests failed ({share}): {causes}."
     is_most = figures.num_failed * 2 > figures.num_requests
-    yield "error" if is_most else "warning", f"{text} Percentiles are of the good answers only."
+    return "error" if is_most else "warning", f"{text} Percentiles are of the good answers only."
 
 
-def _generator_limits(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+def _generator_limits(level: Level, figures: Figures) -> Told | None:
     use = level.generator
     causes = []
     busiest = max(use.cpu_shares, default=0.0)
     if busiest >= MAX_CPU_SHARE:
-        causes.append(
-            f"a generator process used {busiest * 100:.0f} % of its core (try --processes)"
-        )
+        used = f"used {busiest * 100:.0f} % of its core"
+        causes.append(f"a generator process {used} (try --processes)")
     if (text := _lateness(level, figures)) is not None:
         causes.append(text)
     if use.num_waited:
         waited = units.count(use.num_waited, "request")
         causes.append(f"{waited} waited for a connection (--max-connections)")
-    if causes:
-        text = f"LIMITED BY THE GENERATOR: {'; '.join(causes)}."
-        yield "error", f"{text} The figures are partly its own, not the server's."
+    text = f"LIMITED BY THE GENERATOR: {'; '.join(causes)}. The figures are partly its own, not"
+    return ("error", f"{text} the server's.") if causes else None
 
 
 def _lateness(level: Level, figures: Figures) -> str | None:
-    """Say whether the generator's own lateness affects any percentile up to p99. A few late
-    requests are noise."""
+    """Say whether the generator's lateness affects a percentile up to p99."""
     lateness = level.generator.lateness
     for name, percent in PERCENTILES.items():
         if percent > 99 or lateness.total * (1 - percent / 100) < MIN_BEYOND - 1e-6:
@@ -166,21 +151,22 @@ def _lateness(level: Level, figures: Figures) -> str | None:
     return None
 
 
-def _shared_machine(run: BenchRun, level: Level) -> Iterator[tuple[Severity, str]]:
+def _shared_machine(run: BenchRun, level: Level) -> Told | None:
     if not run.environment.is_server_local or not level.system:
-        return
-    cpu = sum(sample.cpu_percent for sample in level.system) / len(level.system)
-    if cpu > SHARED_CPU_PERCENT:
-        text = f"Server and generator share a machine whose CPU was {cpu:.0f} % busy: they took"
-        yield "warning", f"{text} time from each other. Another machine for the load would not."
+        return None
+    cpu = fmean(sample.cpu_percent for sample in level.system)
+    if cpu <= SHARED_CPU_PERCENT:
+        return None
+    text = f"Server and generator share a machine whose CPU was {cpu:.0f} % busy: they took time"
+    return "warning", f"{text} from each other. Another machine for the load would not."
 
 
-def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+def _silence(level: Level, figures: Figures) -> Told | None:
     """Report a period with no answers where many were expected. In a closed loop it affects hardly
     any request, so no percentile shows it."""
     is_even = isinstance(level.load, Closed) or pacer.flat_rate(level.load) is not None
     if not is_even or level.ending in ("interrupted", "lost"):
-        return
+        return None
     longest_s = silent_s = 0.0
     for window in level.windows:
         silent_s = 0.0 if window.num_arrived else silent_s + window.length_s
@@ -188,17 +174,15 @@ def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
     missing = figures.throughput.value * longest_s
     usual_s = max(MIN_SILENCE_S, SILENCE_RATIO * figures.latency["p50"].value)
     if not (longest_s >= usual_s and missing >= MIN_MISSING):
-        return
+        return None
     span = f"{units.duration(longest_s)} of {units.duration(level.measured_s)}"
     if silent_s == longest_s:
-        yield "error", f"No answer came in the last {span}: the server stopped answering."
-    else:
-        yield "warning", f"For {span} no answer came at all: the server stood still."
+        return "error", f"No answer came in the last {span}: the server stopped answering."
+    return "warning", f"For {span} no answer came at all: the server stood still."
 
 
-def _little(level: Level, figures: Figures) -> str | None:
-    """Check Little's law (N = X R): concurrency, throughput and latency must agree within their
-    confidence intervals."""
+def _little(level: Level, figures: Figures) -> Told | None:
+    """Check Little's law (N = X R) within the confidence intervals of its factors."""
     if figures.num_requests < MIN_REQUESTS or figures.num_failed or not level.service.total:
         return None
     if isinstance(level.load, Closed):
@@ -217,10 +201,10 @@ def _little(level: Level, figures: Figures) -> str | None:
     if not abs(seen - expected) > allowed:
         return None
     text = f"Little's law does not hold: {words} {units.number(expected)}."
-    return f"{text} The level was not steady, or clients were idle between requests."
+    return "warning", f"{text} The level was not steady, or clients were idle between requests."
 
 
-def _warm_up(level: Level) -> str | None:
+def _warm_up(level: Level) -> Told | None:
     warm_up = level.warm_up
     if warm_up is None or warm_up.is_steady or level.ending in ("interrupted", "lost"):
         return None
@@ -233,13 +217,20 @@ def _warm_up(level: Level) -> str | None:
         text = f"The {warming} too short, or the load too uneven, to tell that latency was steady"
     else:
         text = f"Latency still changed when the {warming} over"
-    return f"{text} {medians}"
+    return "warning", f"{text} {medians}"
+
+
+def _growth(level: Level) -> Told | None:
+    if not _is_growing(level):
+        return None
+    text = "Latency grew all the time: more arrives than the server can answer, the queue grows,"
+    return "error", f"{text} and percentiles say how long was measured, nothing else."
 
 
 def _is_growing(level: Level) -> bool:
     """Whether latency keeps growing; only for open loops at a constant rate."""
     is_flat = pacer.flat_rate(level.load) is not None
-    return is_flat and steadiness.trend(level.windows).is_growing
+    return is_flat and steadiness.is_growing(level.windows)
 
 
 def _imprecision(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:
@@ -257,9 +248,8 @@ def _imprecision(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]
             bounded[index] = error
     for index in bounded:
         yield Finding("warning", _wide_text(run, bounded), index)
-    if unbounded:
-        span = units.duration(max(run.levels[index].measured_s for index in unbounded))
     for index in unbounded:
+        span = units.duration(max(run.levels[each].measured_s for each in unbounded))
         text = f"How high {run.statistic} may be cannot be said from {span}: measure longer."
         yield Finding("warning", text, index)
 
@@ -276,13 +266,9 @@ def _wide_text(run: BenchRun, errors: Mapping[int, float]) -> str:
     if needed_s > LONGEST_ADVICE_S:
         return f"{text} enough, by far; or something disturbs the server, or its machine."
     a_level = "" if len(errors) == 1 else " a level"
-    return f"{text} enough; about {_round_up(needed_s)} s{a_level} would be."
-
-
-def _round_up(seconds: float) -> int:
-    """Round up to two significant digits."""
-    step = int(10 ** max(0, math.floor(math.log10(seconds)) - 1))
-    return math.ceil(seconds / step) * step
+    # Rounded up to two significant digits.
+    step = int(10 ** max(0, math.floor(math.log10(needed_s)) - 1))
+    return f"{text} enough; about {math.ceil(needed_s / step) * step} s{a_level} would be."
 
 
 def _too_few(run: BenchRun, figures: Sequence[Figures]) -> Iterator[Finding]:

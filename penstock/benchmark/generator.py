@@ -22,7 +22,7 @@ import uvloop
 
 from penstock.benchmark import messages
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
+from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, share_of, shared_times
 from penstock.benchmark.pacer import Closed, Replay
 from penstock.benchmark.results import ColdStart
 from penstock.benchmark.targets.kinds import open_target
@@ -66,7 +66,8 @@ class Generator:
                 if self._ending is None:
                     self._running.stop(question.at)
                     self._ending = asyncio.ensure_future(self._end())
-                    self._ending.add_done_callback(_raise_failure)
+                    # A failure reaches the loop's exception handler: no one awaits this task.
+                    self._ending.add_done_callback(lambda task: task.cancelled() or task.result())
             case messages.Count():
                 self._tell(messages.Counted(await self._target.counters()))
             case _:
@@ -82,8 +83,7 @@ class Generator:
     async def _open(self) -> None:
         description, self._form = await self._target.describe()
         origin = self._open_feed()
-        # A target that connected in `describe` does not connect again here; an in-process model
-        # never connects.
+        # Some targets connect in `describe`, and in-process models never.
         is_connected = self._target.num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
@@ -111,17 +111,20 @@ class Generator:
         return await answered
 
     async def _prepare(self, question: messages.PrepareLoad) -> None:
-        place = (self._setup.index, self._setup.num_processes)
+        load, place = question.load, (self._setup.index, self._setup.num_processes)
         if self._running is not None:
             self._running.close()
-        if isinstance(question.load, Replay):
+        if isinstance(load, Replay):
             # A trace always starts with its own first request.
             self._open_feed()
-        num_connections = NUM_OPEN_AT_FIRST
-        if isinstance(question.load, Closed):
-            num_connections = share_of(question.load.concurrency, *place)
-        await self._target.open(num_connections)
-        self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
+        if isinstance(load, Closed):
+            share = share_of(load.concurrency, *place)
+            await self._target.open(share)
+            self._running = ClosedLoop(self._feed, self._target, share)
+        else:
+            await self._target.open(NUM_OPEN_AT_FIRST)
+            due = shared_times(load, question.seed, *place)
+            self._running = OpenLoop(self._feed, self._target, due)
         self._ending = None
         self._num_waited_before = self._target.num_waited
         # Freeze what exists now: collections during the load scan only new objects, so they are
@@ -158,28 +161,19 @@ class Generator:
         self._plan_report()
 
     def _tell_progress(self) -> None:
-        running, target = self._running, self._target
-        assert running is not None
-        in_flight = running.in_flight
-        now = time.monotonic()
-        self._tell(
-            messages.GeneratorReport(
-                at=now,
-                columns=running.collector.take(),
-                in_flight=in_flight.now,
-                max_in_flight=in_flight.most,
-                in_flight_area_s=in_flight.area_s(now),
-                num_connections=target.num_connections,
-                num_waited=target.num_waited - self._num_waited_before,
-                cpu_s=time.thread_time(),
-            )
+        assert self._running is not None
+        in_flight, now = self._running.in_flight, time.monotonic()
+        report = messages.GeneratorReport(
+            at=now,
+            columns=self._running.collector.take(),
+            in_flight=in_flight.now,
+            max_in_flight=in_flight.most,
+            in_flight_area_s=in_flight.area_s(now),
+            num_connections=self._target.num_connections,
+            num_waited=self._target.num_waited - self._num_waited_before,
+            cpu_s=time.thread_time(),
         )
-
-
-def _raise_failure(task: asyncio.Task[None]) -> None:
-    """Pass the failure to the event loop's exception handler: no one awaits this task."""
-    if not task.cancelled():
-        task.result()
+        self._tell(report)
 
 
 async def run(questions: asyncio.StreamReader, tell: Callable[[messages.Answer], None]) -> None:
@@ -197,10 +191,9 @@ async def run(questions: asyncio.StreamReader, tell: Callable[[messages.Answer],
         if failures:
             raise failures[0]
         serving.result()
-    except ConfigError as error:
-        tell(messages.Broken(list(error.problems)))
     except PenstockError as error:
-        tell(messages.Broken([str(error)]))
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        tell(messages.Broken(list(problems)))
     if failures and not serving.cancelled():
         serving.result()  # Closing failed, too.
 
@@ -224,9 +217,8 @@ async def _main(out: int) -> None:
     reader = asyncio.StreamReader(limit=1 << 24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     # A non-blocking write: a conductor that reads slowly must not delay the load.
-    transport, protocol = await loop.connect_write_pipe(
-        asyncio.streams.FlowControlMixin, os.fdopen(out, "wb", 0)
-    )
+    pipe = os.fdopen(out, "wb", 0)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, pipe)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
     await run(reader, lambda answer: writer.write(framing.frame(messages.encode(answer))))
     with contextlib.suppress(ConnectionError):  # The conductor was killed.

@@ -6,6 +6,7 @@ Failed requests count as never answered here, unlike in the percentiles that are
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,11 +15,12 @@ from penstock import units
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.results import BenchRun, Level, MaxRate
 from penstock.benchmark.stats import Interval
-from penstock.benchmark.summary import in_order, label_of, slo_of
-from penstock.benchmark.verdicts import IntervalVerdict
-from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
+from penstock.benchmark.summary import in_order, slo_of
+from penstock.benchmark.verdicts import IntervalVerdict, Verdicts
+from penstock.slo import Goodput, Latency, Memory, Slo, Term, Throughput
 
 Outcome = Literal["kept", "missed", "partly kept", "not measured", "no SLO"]
+SIGNS = re.compile(" (<=|>=|<) ")
 OPPOSITES = {"<": ">=", ">=": "<", "<=": ">"}
 
 
@@ -33,7 +35,7 @@ class _Judged:
     """One level and the verdict of each term there."""
 
     level: Level
-    terms: tuple[IntervalVerdict, ...]
+    terms: Verdicts
 
     @property
     def outcome(self) -> promises.Outcome:
@@ -46,7 +48,7 @@ class _Judged:
     def text(self) -> str:
         """The terms that decided the outcome, and the load."""
         terms = [term_text(each) for each in self.terms if each.outcome == self.outcome]
-        return f"{', '.join(terms)} at {label_of(self.level)}"
+        return f"{', '.join(terms)} at {self.level.label}"
 
 
 def headline_of(run: BenchRun) -> Headline:
@@ -88,11 +90,10 @@ def _without_slo(run: BenchRun) -> str:
     if not answered:
         return "No SLO was given"
     rates = [stats.throughput_interval(level.windows).value for level in answered]
-    rate = max(rates)
-    best = answered[rates.index(rate)]
+    best = answered[rates.index(max(rates))]
     p99 = stats.percentile_interval(best.windows, "latency", 99.0)
-    text = f"{units.number(rate)}/s with p99 {units.duration_interval(p99)}"
-    return f"No SLO was given: {text} at {label_of(best)}"
+    text = f"{units.number(max(rates))}/s with p99 {units.duration_interval(p99)}"
+    return f"No SLO was given: {text} at {best.label}"
 
 
 def level_outcome(run: BenchRun, level: Level) -> promises.Outcome:
@@ -103,35 +104,25 @@ def level_outcome(run: BenchRun, level: Level) -> promises.Outcome:
     return _Judged(level, verdicts_of(run, level, limits)).outcome
 
 
-def verdicts_of(run: BenchRun, level: Level, limits: Slo) -> tuple[IntervalVerdict, ...]:
+def verdicts_of(run: BenchRun, level: Level, limits: Slo) -> Verdicts:
     """Judge each term, including cost where the price is known."""
     measured = verdicts.measured(level.windows, limits)
-    if run.price_per_hour is not None:
-        throughput = stats.throughput_interval(level.windows)
-        measured["cost"] = _cost(run.price_per_hour, throughput)
+    if (price := run.price_per_hour) is not None:
+        rate = stats.throughput_interval(level.windows)
+        rates = (rate.value, rate.high, rate.low)
+        costs = (price / 3600 / each * 1e6 if each else math.inf for each in rates)
+        measured["cost"] = Interval(*costs)
     return verdicts.verdicts(limits, measured)
-
-
-def _cost(price_per_hour: float, throughput: Interval) -> Interval:
-    """Return the cost of a million answers."""
-
-    def per_million(rate: float) -> float:
-        return price_per_hour / 3600 / rate * 1e6 if rate != 0 else math.inf
-
-    return Interval(*map(per_million, (throughput.value, throughput.high, throughput.low)))
 
 
 def _levels_at(run: BenchRun, limits: Slo) -> list[Level]:
     """Return the levels at the SLO's rate, if it names one that was measured."""
     if limits.rate is None:
         return run.levels
+    rates = [pacer.flat_rate(level.load) or 0.0 for level in run.levels]
+    pairs = zip(run.levels, rates, strict=True)
     asked = limits.rate.per_s
-    found = [
-        level
-        for level in run.levels
-        if math.isclose(pacer.flat_rate(level.load) or 0.0, asked, rel_tol=0.01)
-    ]
-    return found or run.levels
+    return [each for each, rate in pairs if math.isclose(rate, asked, rel_tol=0.01)] or run.levels
 
 
 def _first(judged: list[_Judged], outcome: promises.Outcome) -> _Judged:
@@ -142,7 +133,7 @@ def _partly_text(judged: list[_Judged]) -> str:
     outcomes = [each.outcome for each in judged]
     index = next(i for i, outcome in enumerate(outcomes) if outcome != "kept")
     if index > 0 and set(outcomes[index:]) == {"missed"}:
-        kept = label_of(judged[index - 1].level)
+        kept = judged[index - 1].level.label
         return f"SLO kept up to {kept}, then missed: {judged[index].text}"
     missed = _first(judged, "missed").text
     return f"SLO missed at {outcomes.count('missed')} of {len(judged)} levels: {missed}"
@@ -155,34 +146,24 @@ def _of_max_rate(found: MaxRate) -> Headline:
     return Headline("kept", f"SLO kept up to {rate_text(found.rate)}: {found.slo}{reason}")
 
 
-def rate_text(rate: Interval) -> str:
+def rate_text(rate: Interval, unit: str = "/s") -> str:
     text = units.range_of(rate)
-    return f"{units.number(rate.value)}/s" + (f" ({text})" if text else "")
+    return f"{units.number(rate.value)}{unit}" + (f" ({text})" if text else "")
 
 
 def term_text(verdict: IntervalVerdict) -> str:
     """Format a verdict: `p99 12.1 ms (11.8-12.6) < 20 ms`."""
     term, measured = verdict.term, verdict.measured
-    sign = _sign(term)
-    head, _, limit = str(term).partition(f" {sign} ")
+    head, sign, limit = SIGNS.split(str(term), maxsplit=1)
     if measured is None or verdict.outcome == "not measured":
         return f"{head} was not measured ({term})"
     sign = OPPOSITES[sign] if verdict.outcome == "missed" else sign
-    close = _close_text(measured) if verdict.is_close else ""
-    return f"{head} {_measured_text(term, measured)} {sign} {_spaced(limit)}{close}"
-
-
-def _close_text(measured: Interval) -> str:
-    if math.isinf(measured.value):
-        return ""
-    is_open = not (math.isfinite(measured.low) and math.isfinite(measured.high))
-    return f", too {'few' if is_open else 'close'} to be sure"
-
-
-def _sign(term: Term) -> str:
-    if isinstance(term, Latency):
-        return "<"
-    return "<=" if isinstance(term, Cost | Memory) else ">="
+    limit = re.sub(r"(\d)([a-zA-Z])", r"\1 \2", limit, count=1)  # 20ms to 20 ms
+    close = ""
+    if verdict.is_close and not math.isinf(measured.value):
+        is_bounded = math.isfinite(measured.low) and math.isfinite(measured.high)
+        close = f", too {'close' if is_bounded else 'few'} to be sure"
+    return f"{head} {_measured_text(term, measured)} {sign} {limit}{close}"
 
 
 def _measured_text(term: Term, measured: Interval) -> str:
@@ -192,13 +173,5 @@ def _measured_text(term: Term, measured: Interval) -> str:
         return units.duration_interval(measured)
     if isinstance(term, Memory):
         return units.size(measured.value)
-    text = units.range_of(measured)
     unit = "/s" if isinstance(term, Throughput) else " %" if isinstance(term, Goodput) else ""
-    return f"{units.number(measured.value)}{unit}" + (f" ({text})" if text else "")
-
-
-def _spaced(limit: str) -> str:
-    """Format `20ms` as `20 ms`."""
-    place = next((i for i, letter in enumerate(limit) if letter.isalpha()), len(limit))
-    is_unit = 0 < place < len(limit) and limit[place - 1].isdigit()
-    return f"{limit[:place]} {limit[place:]}" if is_unit else limit
+    return rate_text(measured, unit)

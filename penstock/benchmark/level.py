@@ -1,7 +1,6 @@
 """Measure one load: warm up, count, stop, wait for the last answers.
 
-The decisions (is it warm, precise enough, lost) are pure functions in other modules. This file
-waits, messages the generators and folds in their reports.
+Waits, messages the generators and folds in their reports; pure functions decide.
 """
 
 from __future__ import annotations
@@ -11,27 +10,21 @@ import math
 import time
 from collections.abc import Callable
 
+from msgspec.structs import astuple
+
 from penstock.benchmark import pacer, stats
 from penstock.benchmark.crew import GeneratorPool
 from penstock.benchmark.exchange import ExchangeColumns
 from penstock.benchmark.messages import Count, Counted, Ended, GeneratorReport, Go, StopLoad
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Replay
-from penstock.benchmark.plan import BenchPlan
-from penstock.benchmark.progress import LevelProgress as Shown
-from penstock.benchmark.progress import Phase
+from penstock.benchmark.plan import BenchPlan, LevelProgress, Phase
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.results import Ending, GeneratorUse, Level, WarmUp
 from penstock.benchmark.stats import Interval, Window
-from penstock.benchmark.steadiness import steadiness, trend
+from penstock.benchmark.steadiness import is_growing, steadiness
 from penstock.benchmark.system import SystemWatch
-from penstock.benchmark.targets import Counters
-from penstock.benchmark.verdicts import (
-    has_overdue,
-    is_decided,
-    measured,
-    of_each_request,
-    verdicts,
-)
+from penstock.benchmark.targets import Counters, combine
+from penstock.benchmark.verdicts import has_overdue, is_decided, judge, of_each_request
 from penstock.errors import ConfigError
 
 TICK_S = 0.25
@@ -52,7 +45,7 @@ INSTANT_S = 1e-6
 class Meter:
     """Measures the levels of a run, one after the other. `watch` receives progress."""
 
-    def __init__(self, plan: BenchPlan, watch: Callable[[Shown], None]) -> None:
+    def __init__(self, plan: BenchPlan, watch: Callable[[LevelProgress], None]) -> None:
         self._plan = plan
         self._watch = watch
         self.crew = GeneratorPool(self._heard)
@@ -69,13 +62,15 @@ class Meter:
     async def measure(self, load: Load, limit_s: float | None) -> Level:
         """Measure a load for at most `limit_s`; None runs a load that has an end to its end."""
         self._index += 1
-        length_s = pacer.duration_s(load)
-        is_warmed = self._plan.max_warm_up_s > 0
+        length_s, is_warmed = pacer.duration_s(load), self._plan.max_warm_up_s > 0
         # Each level has its own arrivals, so that measuring a load again adds new information.
         seed = self._plan.seed + 2 * (self._index - 1)
         warm_up = None
         if is_warmed and length_s is not None and math.isfinite(_first_rate(load)):
-            warm_up = await self._warm_up_for(load, seed + 1)
+            # At a constant rate: a load that changes has no steady state.
+            flat = Open(Flat(_first_rate(load)))
+            warm_up = await self._warm_up(flat, await self._begin(flat, seed + 1))
+            await self._stop(time.monotonic(), self._plan.target.timeout_s)
         start = await self._begin(load, seed)
         if is_warmed and length_s is None:
             warm_up = await self._warm_up(load, start)
@@ -91,16 +86,6 @@ class Meter:
         self.crew.ask(Go(start))
         return start
 
-    # Warm-up.
-
-    async def _warm_up_for(self, load: Load, seed: int) -> WarmUp:
-        """Warm up with a constant rate: a load that changes has no steady state."""
-        flat = Open(Flat(_first_rate(load)))
-        start = await self._begin(flat, seed)
-        warm_up = await self._warm_up(flat, start)
-        await self._stop(time.monotonic(), self._plan.target.timeout_s)
-        return warm_up
-
     async def _warm_up(self, load: Load, start: float) -> WarmUp:
         recorder = Recorder(start)
         patience_s = self._plan.max_warm_up_s
@@ -113,23 +98,18 @@ class Meter:
             is_over = state.is_over or elapsed_s >= patience_s or self._is_hopeless(windows)
             if is_over or self.is_interrupted or is_lost(windows):
                 num_requests = sum(window.num_due for window in windows)
-                ends = [
-                    None if math.isnan(each) else each for each in (state.first_s, state.last_s)
-                ]
-                return WarmUp(elapsed_s, num_requests, state.is_steady, *ends)
+                ends_s = (state.first_s, state.last_s)
+                known = (None if math.isnan(each) else each for each in ends_s)
+                return WarmUp(elapsed_s, num_requests, state.is_steady, *known)
 
     def _is_hopeless(self, windows: list[Window]) -> bool:
         """Whether the rate is far too high: it never gets steady, and the verdict is clear."""
-        if self._searched is None or not is_decided(windows, self._searched):
-            return False
-        return self._is_missed(windows)
+        searched = self._searched
+        return searched is not None and is_decided(windows, searched) and self._is_missed(windows)
 
     def _is_missed(self, windows: list[Window]) -> bool:
         assert self._searched is not None
-        found = verdicts(self._searched, measured(windows, self._searched))
-        return any(verdict.outcome == "missed" for verdict in found)
-
-    # Counting.
+        return any(verdict.outcome == "missed" for verdict in judge(windows, self._searched))
 
     async def _count(
         self, load: Load, start: float, ends_s: float, warm_up: WarmUp | None
@@ -154,9 +134,8 @@ class Meter:
         recorder.stop(end)
         self._tell(load, "draining", (end - start, ends_s), windows)
         # Cancelled requests count as never answered; they must not make a kept SLO look missed.
-        is_short = ending in ("interrupted", "lost") or (
-            ending == "decided" and self._is_missed(windows)
-        )
+        is_known = ending == "decided" and self._is_missed(windows)
+        is_short = is_known or ending in ("interrupted", "lost")
         await self._stop(end, SHORT_PATIENCE_S if is_short else self._plan.target.timeout_s)
         self._drain_into(recorder)
         windows = recorder.windows(end)
@@ -187,9 +166,9 @@ class Meter:
         if self._searched is not None and isinstance(load, Open):
             is_over = is_decided(windows, self._searched, self._num_in_flight)
             return "decided" if is_over else None
-        is_growing = isinstance(load, Open) and trend(windows).is_growing
-        is_over = elapsed_s >= ends_s * MIN_SHARE and not is_growing and self._is_precise(windows)
-        return "precise" if is_over else None
+        if elapsed_s < ends_s * MIN_SHARE or (isinstance(load, Open) and is_growing(windows)):
+            return None
+        return "precise" if self._is_precise(windows) else None
 
     def _is_precise(self, windows: list[Window]) -> bool:
         figure = self._figure(windows)
@@ -217,8 +196,6 @@ class Meter:
         member = self.crew.members[0]
         member.ask(Count())
         return (await member.expect(Counted)).counters
-
-    # Reports of the generators.
 
     def _heard(self, index: int, progress: GeneratorReport) -> None:
         self._waiting.append(progress.columns)
@@ -267,9 +244,8 @@ class Meter:
         )
 
     def _most(self, field: str) -> int:
-        return sum(
-            max(getattr(each, field) for each in reports) for reports in self._reports.values()
-        )
+        every = self._reports.values()
+        return sum(max(getattr(each, field) for each in reports) for reports in every)
 
     def _figure(self, windows: list[Window]) -> Interval:
         decides = self._plan.decides
@@ -278,15 +254,14 @@ class Meter:
     def _tell(
         self, load: Load, phase: Phase, elapsed_of_s: tuple[float, float], windows: list[Window]
     ) -> None:
-        elapsed_s, of_s = elapsed_of_s
         recent = stats.merged(windows[-4:])
         durations = recent.metrics.get(self._plan.decides.metric, stats.NO_DURATIONS)
         self._watch(
-            Shown(
+            LevelProgress(
                 level=pacer.label(load),
                 phase=phase,
-                elapsed_s=elapsed_s,
-                of_s=of_s,
+                elapsed_s=elapsed_of_s[0],
+                of_s=elapsed_of_s[1],
                 rate=recent.num_arrived / recent.length_s if recent.length_s else 0.0,
                 p99_s=durations.percentile(99),
                 num_requests=sum(window.num_due for window in windows),
@@ -301,17 +276,15 @@ class Meter:
 
 def is_lost(windows: list[Window]) -> bool:
     """Whether there was nothing but broken connections for LOST_S."""
-    recent: list[Window] = []
+    length_s, failures = 0.0, set[str]()
     for window in reversed(windows):
-        recent.append(window)
-        if sum(each.length_s for each in recent) >= LOST_S:
-            break
-    else:
-        return False
-    if any(window.num_good or window.num_arrived for window in recent):
-        return False
-    failures = [text for window in recent for text in window.failures]
-    return bool(failures) and all(map(is_loss, failures))
+        if window.num_good or window.num_arrived:
+            return False
+        failures.update(window.failures)
+        length_s += window.length_s
+        if length_s >= LOST_S:
+            return bool(failures) and all(map(is_loss, failures))
+    return False
 
 
 def fell_silent(windows: list[Window]) -> bool:
@@ -350,10 +323,6 @@ def _first_rate(load: Load) -> float:
 def _difference(before: Counters | None, after: Counters | None) -> Counters | None:
     if before is None or after is None:
         return None
-    found: dict[str, int | None] = {}
-    for name in Counters.__struct_fields__:
-        first, last = getattr(before, name), getattr(after, name)
-        found[name] = None if first is None or last is None else last - first
-    if any(value is not None and value < 0 for value in found.values()):
-        return None  # The server restarted, or the model was reloaded.
-    return Counters(**found)  # type: ignore[arg-type]
+    found = combine((before, after), lambda pair: pair[1] - pair[0])
+    # Negative if the server restarted, or the model was reloaded.
+    return None if min(each or 0 for each in astuple(found)) < 0 else found

@@ -7,18 +7,18 @@ know nothing of protocols, pipes or statistics.
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from penstock.benchmark.alarm import Alarm
 from penstock.benchmark.exchange import Collector, TimedExchange
-from penstock.benchmark.pacer import Closed, Load, due_times
+from penstock.benchmark.pacer import Open, Replay, due_times
 from penstock.benchmark.targets import Target
 from penstock.data import Source
 
-# Pause of a closed-loop client after a failure, so that a dead server is not hammered at the
-# generator's full speed.
+# Pause of a closed-loop client after a failure, so that a dead server is not hammered.
 PAUSE_S = 0.02
 # Requests sent per turn, before the event loop reads answers.
 MAX_AT_ONCE = 32
@@ -29,6 +29,9 @@ MAX_UNDER_WAY = 100_000
 MAX_BYTES_UNDER_WAY = 1 << 30
 # Requests cancelled per turn, before reports are sent.
 MAX_GIVEN_UP = 20_000
+TFD_TIMER_ABSTIME = 1
+PR_SET_TIMERSLACK = 29
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Feed:
@@ -44,13 +47,13 @@ class Feed:
         index, sample = self._source.next()
         if index is None:
             return self._encode(sample)
-        item = self._kept.get(index)
-        if item is None:
-            item = self._encode(sample)
-            size = len(item) if isinstance(item, bytes) else 1 << 10
-            if self._num_kept_bytes + size <= MAX_KEPT_BYTES:
-                self._num_kept_bytes += size
-                self._kept[index] = item
+        if index in self._kept:
+            return self._kept[index]
+        item = self._encode(sample)
+        size = len(item) if isinstance(item, bytes) else 1 << 10
+        if self._num_kept_bytes + size <= MAX_KEPT_BYTES:
+            self._num_kept_bytes += size
+            self._kept[index] = item
         return item
 
 
@@ -154,6 +157,45 @@ class ClosedLoop(LoadLoop):
             self.ended.set()
 
 
+class Alarm:
+    """Calls `ring` on the loop at the moment given to `set`, in `time.monotonic` seconds; setting
+    again replaces the earlier moment. By Linux's timerfd, which wakes the loop like a socket: the
+    timers of libuv and epoll have millisecond resolution, too coarse for request schedules."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ring = ring
+        _libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        loop.add_reader(self._fd, self._woken)
+        # An itimerspec: interval, then moment, each in seconds and nanoseconds.
+        self._setting = (ctypes.c_long * 4)()
+
+    def set(self, moment: float) -> None:
+        # Zero would disarm the timer; a moment in the past fires at once.
+        self._setting[2:] = list(divmod(max(1, int(moment * 1e9)), 1_000_000_000))
+        _libc.timerfd_settime(self._fd, TFD_TIMER_ABSTIME, self._setting, None)
+
+    def cancel(self) -> None:
+        self._setting[2:] = [0, 0]
+        _libc.timerfd_settime(self._fd, 0, self._setting, None)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _woken(self) -> None:
+        try:
+            os.read(self._fd, 8)
+        except BlockingIOError:
+            return  # The timer was set again after the wake-up.
+        self._ring()
+
+
 class OpenLoop(LoadLoop):
     """Sends each request when it is due, whatever happened to the earlier ones. `due` is this
     process's share of the schedule: ascending seconds from the start."""
@@ -172,10 +214,7 @@ class OpenLoop(LoadLoop):
     def start(self, at: float) -> None:
         self._start = at
         self._advance()
-        if self._next_due is None:
-            self._end_sending()
-        else:
-            self._alarm.set(self._next_due)
+        self._await_next()
 
     def stop(self, at: float) -> None:
         self._stop_at = at
@@ -192,9 +231,7 @@ class OpenLoop(LoadLoop):
         for _ in range(MAX_GIVEN_UP):
             if self._next_due is None:
                 break
-            exchange = TimedExchange(self._next_due, None, self._finish)
-            exchange.done, exchange.failure = now, "cancelled"
-            self.collector.add(exchange)
+            TimedExchange(self._next_due, None, self.collector.add).end(now, "cancelled")
             self._advance()
         self._end_if_done()
         return self._next_due is None
@@ -216,10 +253,7 @@ class OpenLoop(LoadLoop):
     def _ring(self) -> None:
         for _ in range(MAX_AT_ONCE):
             due = self._next_due
-            if due is None:
-                self._end_sending()
-                return
-            if due > time.monotonic():
+            if due is None or due > time.monotonic():
                 break
             if self._is_full():
                 self._is_held = True
@@ -227,8 +261,12 @@ class OpenLoop(LoadLoop):
             self.in_flight.begin(due)
             self._send_to(TimedExchange(due, self._item, self._finish))
             self._advance()
+        self._await_next()
+
+    def _await_next(self) -> None:
         if self._next_due is None:
-            self._end_sending()
+            self._alarm.cancel()
+            self._end_if_done()
         else:
             self._alarm.set(self._next_due)
 
@@ -246,10 +284,6 @@ class OpenLoop(LoadLoop):
         num = self.in_flight.now
         return num >= MAX_UNDER_WAY or num * size > MAX_BYTES_UNDER_WAY
 
-    def _end_sending(self) -> None:
-        self._alarm.cancel()
-        self._end_if_done()
-
     def _end_if_done(self) -> None:
         if self._next_due is None and self.in_flight.now == 0:
             self.ended.set()
@@ -259,20 +293,10 @@ def share_of(concurrency: int, index: int, num_processes: int) -> int:
     return concurrency // num_processes + (index < concurrency % num_processes)
 
 
-def shared_times(load: Load, seed: int, index: int, num_processes: int) -> Iterator[float]:
+def shared_times(load: Open | Replay, seed: int, index: int, num_processes: int) -> Iterator[float]:
     """Yield every n-th of the due times; all processes compute the same sequence."""
-    assert not isinstance(load, Closed)
     num_before = 0
     for chunk in due_times(load, seed):
         offset = (index - num_before) % num_processes
         yield from chunk[offset::num_processes].tolist()
         num_before += len(chunk)
-
-
-def make_loop(
-    load: Load, seed: int, place: tuple[int, int], feed: Feed, target: Target
-) -> ClosedLoop | OpenLoop:
-    """Make the loop for a load; `place` is this process's index and the number of processes."""
-    if isinstance(load, Closed):
-        return ClosedLoop(feed, target, share_of(load.concurrency, *place))
-    return OpenLoop(feed, target, shared_times(load, seed, *place))

@@ -1,7 +1,6 @@
 """Messages between the conductor and its generators. Pure: messages to msgpack and back.
 
-The conductor asks, a generator answers; while a
-load runs, the generator also sends progress unasked.
+The conductor asks, a generator answers; while a load runs, it also sends progress unasked.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from penstock.data import InputSpec, Origin
 
 
 class SetUp(msgspec.Struct, tag="set_up"):
-    """The first message. `is_first`: send the very first request and report how long it took.
-    Answered by TargetOpened."""
+    """The first message. `is_first`: also time the first request. Answered by TargetOpened."""
 
     target: TargetSpec
     inputs: InputSpec

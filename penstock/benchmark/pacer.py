@@ -74,7 +74,9 @@ def due_times(load: Open | Replay, seed: int) -> Iterator[Array]:
     always been running: an arrival is no more likely soon after the start than later.
     """
     if isinstance(load, Replay):
-        yield from _replayed(load)
+        times = np.sort(np.asarray(load.times, np.float64))
+        for begin in range(0, len(times), CHUNK):
+            yield (times[begin : begin + CHUNK] - times[0]) / load.scale
         return
     end = _num_expected(load.profile)
     last = 0.0
@@ -87,12 +89,6 @@ def due_times(load: Open | Replay, seed: int) -> Iterator[Array]:
             yield times
         if len(inside) < len(units):
             return
-
-
-def _replayed(load: Replay) -> Iterator[Array]:
-    times = np.sort(np.asarray(load.times, np.float64))
-    for begin in range(0, len(times), CHUNK):
-        yield (times[begin : begin + CHUNK] - times[0]) / load.scale
 
 
 def _unit_arrivals(load: Open, seed: int) -> Iterator[Array]:
@@ -177,10 +173,8 @@ def label(load: Load) -> str:
     if isinstance(load, Replay):
         scale = "" if load.scale == 1 else f" x {_text(load.scale)}"
         rate = mean_rate(load)
-        rate_text = (
-            "" if math.isinf(rate) else f", {rate:.3g}/s" if rate < 100 else f", {rate:.0f}/s"
-        )
-        return f"trace {load.name}{scale} ({len(load.times)} requests{rate_text})"
+        each = "" if math.isinf(rate) else f", {rate:.3g}/s" if rate < 100 else f", {rate:.0f}/s"
+        return f"trace {load.name}{scale} ({len(load.times)} requests{each})"
     arrivals = f"gamma {_text(load.cv)}" if load.arrivals == "gamma" else load.arrivals
     profile = load.profile
     if isinstance(profile, Flat):
@@ -226,19 +220,17 @@ def parse_ramp(text: str, duration_s: float) -> Ramp:
 
 def parse_steps(text: str) -> Steps:
     """Parse `100:10s,500:5s`: rates and their durations, in order. A rate of 0 is a pause."""
-    steps = tuple(_parse_step(part, text) for part in text.split(","))
+    steps = []
+    for part in text.split(","):
+        rate, colon, duration = part.partition(":")
+        if not colon:
+            expected = "expected a rate and a time, as in 100:10s"
+            raise ValueError(f"'{text}': '{part}' is not a step; {expected}")
+        number = _parse_number(rate, text, "a step like 100:10s")
+        steps.append(RateStep(number, parse_duration(duration)))
     if not any(step.rate for step in steps):
         raise ValueError(f"'{text}' sends nothing; expected a rate above 0, as in 100:10s,0:5s")
-    return Steps(steps)
-
-
-def _parse_step(part: str, text: str) -> RateStep:
-    rate, colon, duration = part.partition(":")
-    if not colon:
-        raise ValueError(
-            f"'{text}': '{part}' is not a step; expected a rate and a time, as in 100:10s"
-        )
-    return RateStep(_parse_number(rate, text, "a step like 100:10s"), parse_duration(duration))
+    return Steps(tuple(steps))
 
 
 def _parse_levels(text: str, expected: str) -> list[float]:
@@ -251,9 +243,8 @@ def _parse_levels(text: str, expected: str) -> list[float]:
         raise ValueError(f"'{text}' does not fit; expected {expected}")
     first, last = ends
     if first > last:
-        raise ValueError(
-            f"'{text}' goes down; expected the lower end first, as in {last:g}:{first:g}"
-        )
+        turned = f"{last:g}:{first:g}"
+        raise ValueError(f"'{text}' goes down; expected the lower end first, as in {turned}")
     levels = [first]
     while levels[-1] * 2 < last:
         levels.append(levels[-1] * 2)

@@ -7,11 +7,12 @@ are twice as long from then on. Requests may come late and in any order.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 
 from penstock.benchmark.exchange import ExchangeColumns, TimingSample, floats
-from penstock.benchmark.stats import DurationHistogram, Window, add_counts, merged
+from penstock.benchmark.stats import DurationHistogram, Window, add_counts, merged, tally
 from penstock.slo import Latency, Slo
 from penstock.types import Array
 
@@ -21,8 +22,7 @@ MAX_SAMPLES = 5000
 
 
 def limits(slo: Slo | None) -> dict[str, float]:
-    """Return the latency limit of a single request by metric: its tightest tail, or else its
-    tightest mean or median."""
+    """Return one request's limit by metric: the tightest tail, or else mean or median."""
     terms = [term for term in slo.terms if isinstance(term, Latency)] if slo else []
     found = {}
     for metric in sorted({term.metric for term in terms}):
@@ -61,13 +61,11 @@ class Recorder:
         is_mine = self._is_mine(due)
         self._make_room(np.concatenate([due[is_mine], done[is_good & (done < self._end)]]))
         is_arrived = is_good & (done >= self._start) & (done < self._end)
-        for index, part in self._split(done[is_arrived]):
-            self._window(index).num_arrived += len(part)
+        for window, arrived in self._split(done, is_arrived):
+            window.num_arrived += len(arrived)
         is_in_slo = self._is_in_slo(columns, done - due, is_good) if self._limits else is_good
-        places = np.flatnonzero(is_mine)
         late_s = np.where(sent > 0, sent - due, 0.0)
-        for index, rows in self._split(due[is_mine]):
-            mine, window = places[rows], self._window(index)
+        for window, mine in self._split(due, is_mine):
             self._add_requests(window, columns, failed[mine], done[mine] - due[mine])
             window.max_late_s = max(window.max_late_s, float(late_s[mine].max()))
             if window.num_in_slo is not None:
@@ -84,12 +82,14 @@ class Recorder:
     def _indices(self, times: Array) -> Array:
         return ((times - self._start) / self._length_s).astype(np.int64)
 
-    def _split(self, times: Array) -> list[tuple[int, Array]]:
-        """Group times by window: window indices, and the positions of their times."""
-        indices = self._indices(times)
+    def _split(self, times: Array, is_chosen: Array) -> Iterator[tuple[Window, Array]]:
+        """Group the chosen times: yield each window with the positions of its times."""
+        places = np.flatnonzero(is_chosen)
+        indices = self._indices(times[places])
         order = np.argsort(indices, kind="stable")
         found, begins = np.unique(indices[order], return_index=True)
-        return list(zip(found.tolist(), np.split(order, begins[1:]), strict=bool(len(found))))
+        parts = np.split(places[order], begins[1:])
+        yield from zip(map(self._window, found.tolist()), parts, strict=False)
 
     def _window(self, index: int) -> Window:
         if index not in self._windows:
@@ -110,35 +110,30 @@ class Recorder:
         is_good = failed == 0
         window.num_due += len(failed)
         window.num_good += int(is_good.sum())
-        for code, count in zip(*np.unique(failed[~is_good], return_counts=True), strict=True):
-            failure = columns.failures[int(code) - 1]
-            window.failures[failure] = window.failures.get(failure, 0) + int(count)
+        codes, counts = np.unique(failed[~is_good], return_counts=True)
+        failures = [columns.failures[code - 1] for code in codes.tolist()]
+        tally(window.failures, dict(zip(failures, counts.tolist(), strict=True)))
         if is_good.any():
             _add_metric(window, "latency", latencies[is_good])
 
     def _add_streams(self, columns: ExchangeColumns) -> None:
         due = floats(columns.stream_due)
-        is_mine = self._is_mine(due)
-        ttft = floats(columns.first) - due
-        tpot = floats(columns.tpot)
+        ttft, tpot = floats(columns.first) - due, floats(columns.tpot)
         num_in = np.frombuffer(columns.num_input_tokens, np.int64)
         num_out = np.frombuffer(columns.num_output_tokens, np.int64)
-        places = np.flatnonzero(is_mine)
-        for index, rows in self._split(due[is_mine]):
-            mine, window = places[rows], self._window(index)
+        for window, mine in self._split(due, self._is_mine(due)):
             window.num_input_tokens += int(num_in[mine].sum())
             window.num_output_tokens += int(num_out[mine].sum())
             _add_metric(window, "ttft", ttft[mine])
             _add_metric(window, "tpot", tpot[mine])
-        gap_due = floats(columns.gap_due)
-        gaps = floats(columns.gaps)[self._is_mine(gap_due)]
-        for index, rows in self._split(gap_due[self._is_mine(gap_due)]):
-            _add_metric(self._window(index), "itl", gaps[rows])
+        gap_due, gaps = floats(columns.gap_due), floats(columns.gaps)
+        for window, mine in self._split(gap_due, self._is_mine(gap_due)):
+            _add_metric(window, "itl", gaps[mine])
 
     def _is_in_slo(self, columns: ExchangeColumns, latencies: Array, is_good: Array) -> Array:
         """Mark the requests that kept every limit. A stream keeps a limit on `itl` when its longest
         gap does; an answer of one token has neither gap nor time per token, and keeps both."""
-        kept = is_good & (latencies < self._limits.get("latency", float("inf")))
+        kept = is_good & (latencies < self._limits.get("latency", np.inf))
         if self._limits.keys() <= {"latency"}:
             return kept
         due, stream_due = floats(columns.due), floats(columns.stream_due)
@@ -167,11 +162,9 @@ class Recorder:
         length_s = self._length_s
         span_s = end - self._start
         num_windows = int(np.ceil(span_s / length_s - 1e-9))
-        found = []
-        for index in range(num_windows):
-            window = self._window(index).copy()
-            window.length_s = min(length_s, span_s - index * length_s)
-            found.append(window)
+        found = [self._window(index).copy() for index in range(num_windows)]
+        if found:
+            found[-1].length_s = min(length_s, span_s - (num_windows - 1) * length_s)
         if len(found) > 1 and found[-1].length_s < length_s / 2:
             found[-2:] = [merged(found[-2:])]
         return found
@@ -182,13 +175,11 @@ def _add_metric(window: Window, metric: str, seconds: Array) -> None:
 
 
 def _rows_of_streams(due: Array, good_rows: Array, stream_due: Array) -> Array:
-    """Return the row of each stream. Streams are in the order of the good answers, but an answer
-    without chunks has none."""
+    """Return the row of each stream: the good answers in order, but for those without chunks."""
     if len(good_rows) == len(stream_due):
         return good_rows
-    rows, place = [], 0
+    rows: list[int] = []
     for row in good_rows.tolist():
-        if place < len(stream_due) and due[row] == stream_due[place]:
+        if len(rows) < len(stream_due) and due[row] == stream_due[len(rows)]:
             rows.append(row)
-            place += 1
     return np.array(rows, np.int64)

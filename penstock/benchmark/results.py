@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.benchmark import pacer
 from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.search import Knee as Knee
@@ -76,6 +77,10 @@ class Level(msgspec.Struct):
     server: Counters | None = None
     samples: list[TimingSample] = []
     system: list[SystemSample] = []
+
+    @property
+    def label(self) -> str:
+        return pacer.label(self.load)
 
 
 class ColdStart(msgspec.Struct):

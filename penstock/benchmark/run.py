@@ -10,10 +10,9 @@ from penstock.benchmark import pacer, stats, system
 from penstock.benchmark.findings import MAX_CPU_SHARE
 from penstock.benchmark.level import Meter
 from penstock.benchmark.messages import SetUp
-from penstock.benchmark.pacer import Closed, Open
-from penstock.benchmark.plan import BenchPlan
-from penstock.benchmark.progress import LevelProgress
-from penstock.benchmark.results import BenchRun, Level
+from penstock.benchmark.pacer import Closed
+from penstock.benchmark.plan import BenchPlan, LevelProgress
+from penstock.benchmark.results import BenchRun
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError
 
@@ -44,14 +43,11 @@ def _note_generator_limit(run: BenchRun) -> None:
     if found is None or found.reason:
         return
     # The lowest rate above the answer ended the search.
-    rates = {
-        pacer.mean_rate(level.load): level for level in run.levels if isinstance(level.load, Open)
-    }
+    rates = {pacer.flat_rate(level.load) or 0.0: level for level in run.levels}
     above = [rate for rate in rates if rate > found.rate.value]
     lowest = rates[min(above)] if above else None
     if lowest is not None and max(lowest.generator.cpu_shares, default=0.0) >= MAX_CPU_SHARE:
-        rate = pacer.label(lowest.load)
-        found.reason = f"at {rate} the generator was the limit: the server may do more"
+        found.reason = f"at {lowest.label} the generator was the limit: the server may do more"
 
 
 class Conductor:
@@ -89,18 +85,15 @@ class Conductor:
             except ConfigError as error:
                 run.problem = "; ".join(error.problems)
             run.is_partial = bool(run.problem)
-            self._keep_last(run)
+            try:
+                self._keep(run)
+            except ConfigError as error:
+                # A file that cannot be written must not hide the results.
+                run.is_partial = True
+                run.problem = run.problem or "; ".join(error.problems)
             return run
         finally:
             await self._meter.crew.close()
-
-    def _keep_last(self, run: BenchRun) -> None:
-        """Save the run; a file that cannot be written must not hide the results."""
-        try:
-            self._keep(run)
-        except ConfigError as error:
-            run.is_partial = True
-            run.problem = run.problem or "; ".join(error.problems)
 
     async def _open(self) -> BenchRun:
         plan = self._plan
@@ -141,7 +134,8 @@ class Conductor:
             level = await self._meter.measure(load, self._plan.duration_s)
             run.levels.append(level)
             if level.ending == "lost":
-                return f"the server stopped answering: {_last_failure(level)}"
+                texts = [text for window in level.windows for text in window.failures]
+                return f"the server stopped answering: {texts[-1] if texts else 'no answer'}"
             if search is not None:
                 search.add(load, level.windows)
             self._keep(run)
@@ -160,8 +154,3 @@ class Conductor:
             start = max(1.0, stats.throughput_interval(probe.windows).value / 2)
             return MaxRateSearch(plan.slo, start, arrivals=plan.arrivals, cv=plan.cv)
         return None
-
-
-def _last_failure(level: Level) -> str:
-    texts = [text for window in level.windows for text in window.failures]
-    return texts[-1] if texts else "no answer"

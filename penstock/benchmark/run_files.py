@@ -20,29 +20,20 @@ from typing import Any
 
 import msgspec
 
-from penstock.benchmark import pacer, summary
+from penstock.benchmark import summary
 from penstock.benchmark.headline import headline_of
 from penstock.benchmark.pacer import Closed
 from penstock.benchmark.results import FORMAT, BenchRun, Level
 from penstock.benchmark.stats import Interval
-from penstock.benchmark.summary import Figures
+from penstock.benchmark.summary import Breakdown, Figures
 from penstock.errors import CommandLineError, ConfigError
 from penstock.repository import staging
 
 # perf_analyzer's columns, in its order, after the load. Durations in microseconds.
 PERF_ANALYZER_COLUMNS = (
-    "Inferences/Second",
-    "Client Send",
-    "Network+Server Send/Recv",
-    "Server Queue",
-    "Server Compute Input",
-    "Server Compute Infer",
-    "Server Compute Output",
-    "Client Recv",
-    "p50 latency",
-    "p90 latency",
-    "p95 latency",
-    "p99 latency",
+    *("Inferences/Second", "Client Send", "Network+Server Send/Recv", "Server Queue"),
+    *("Server Compute Input", "Server Compute Infer", "Server Compute Output", "Client Recv"),
+    *("p50 latency", "p90 latency", "p95 latency", "p99 latency"),
 )
 # Long rows of numbers, written on one line each.
 LONG_ROWS = re.compile(r'"(?:counts|times)": [\[{][^\[\]{}]*')
@@ -91,12 +82,9 @@ def check_outputs(names: Iterable[str | None]) -> None:
     CommandLineError if a name is given twice. Empty names are ignored."""
     given = [name for name in names if name]
     problems = [text for name in given if (text := problem_of(Path(name)))]
-    shared = [
-        f"{name}: two outputs cannot share a file"
-        for name in sorted({name for name in given if given.count(name) > 1})
-    ]
-    if shared:
-        raise CommandLineError([*problems, *shared])
+    if shared := sorted({name for name in given if given.count(name) > 1}):
+        clashes = [f"{name}: two outputs cannot share a file" for name in shared]
+        raise CommandLineError([*problems, *clashes])
     if problems:
         raise ConfigError(problems)
 
@@ -165,9 +153,8 @@ def read_run(path: Path) -> BenchRun:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(
-            [f"{path}: no such file; expected one of penstock bench or optimize --json"]
-        ) from None
+        expected = "expected one of penstock bench or optimize --json"
+        raise ConfigError([f"{path}: no such file; {expected}"]) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
     _check_kind(path, text)
@@ -188,8 +175,7 @@ def _check_kind(path: Path, text: bytes) -> None:
         kind = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise ConfigError([f"{path}: not JSON: {error}"]) from None
-    is_run = isinstance(kind, dict) and {"target", "levels", "format"} <= kind.keys()
-    if not is_run:
+    if not isinstance(kind, dict) or not {"target", "levels", "format"} <= kind.keys():
         expected = "expected what penstock bench or optimize --json writes"
         raise ConfigError([f"{path}: JSON, but not of a run; {expected}"])
     if kind["format"] != FORMAT:
@@ -206,28 +192,18 @@ def csv_text(run: BenchRun) -> str:
     writer.writerow((load, *PERF_ANALYZER_COLUMNS, *OWN_COLUMNS))
     rows = [(level, summary.figures_of(run, level)) for level in run.levels]
     for level, figures in sorted(rows, key=lambda row: row[1].throughput.value):
-        writer.writerow([_load_cell(level), *_known_cells(run, figures), *_own_cells(figures)])
+        load = f"{summary.load_size(level.load):.6g}"
+        writer.writerow([load, *_known_cells(run, figures), *_own_cells(figures)])
     return out.getvalue()
 
 
-def _load_cell(level: Level) -> str:
-    if isinstance(level.load, Closed):
-        return str(level.load.concurrency)
-    return f"{pacer.mean_rate(level.load):.6g}"
-
-
 def _known_cells(run: BenchRun, figures: Figures) -> list[str]:
-    parts = figures.breakdown
-    inside = (0.0, 0.0, 0.0, 0.0)
-    unsent_s = 0.0
-    if parts is not None:
-        inside = (parts.queue_s, parts.input_s, parts.infer_s, parts.output_s)
-        unsent_s = parts.unsent_s
-    # The remainder, so that the columns add up to the mean latency.
-    network_s = figures.mean_s - unsent_s - sum(inside)
-    network_s = 0.0 if network_s < 0 else network_s
+    parts = figures.breakdown or Breakdown()
+    inside = (parts.queue_s, parts.input_s, parts.infer_s, parts.output_s)
+    # The remainder, so that the columns add up to the mean latency; NaN stays NaN.
+    network_s = max(figures.mean_s - parts.unsent_s - sum(inside), 0.0)
     cells = [f"{figures.throughput.value * run.batch_size:.6g}"]
-    cells += map(_microseconds, (unsent_s, network_s, *inside, 0.0))
+    cells += map(_microseconds, (parts.unsent_s, network_s, *inside, 0.0))
     cells += [_microseconds(figures.latency[name].value) for name in ("p50", "p90", "p95", "p99")]
     return cells
 
@@ -235,16 +211,12 @@ def _known_cells(run: BenchRun, figures: Figures) -> list[str]:
 def _own_cells(figures: Figures) -> list[str]:
     p99 = figures.latency["p99"]
     cells = [_microseconds(each) for each in (figures.latency["p99.9"].value, p99.low, p99.high)]
-    cells.append(str(figures.num_failed))
-    percent = figures.goodput_percent
-    return [*cells, "" if percent is None else f"{_goodput_per_s(figures, percent):.6g}"]
-
-
-def _goodput_per_s(figures: Figures, percent: float) -> float:
-    """Return answers in time per second: throughput times their share of good answers."""
-    if not figures.num_good:
-        return 0.0
-    return figures.throughput.value * percent / 100 * figures.num_requests / figures.num_good
+    goodput = ""
+    if (percent := figures.goodput_percent) is not None:
+        # Throughput times the share of good answers that came in time.
+        in_time = percent / 100 * figures.num_requests / max(1, figures.num_good)
+        goodput = f"{figures.throughput.value * in_time:.6g}"
+    return [*cells, str(figures.num_failed), goodput]
 
 
 def _microseconds(seconds: float) -> str:

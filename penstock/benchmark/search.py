@@ -8,14 +8,14 @@ highest arrival rate that keeps an SLO.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.stats import Interval, Window, mean_interval, throughput_interval
-from penstock.benchmark.steadiness import trend
-from penstock.benchmark.verdicts import IntervalVerdict, measured, of_each_request, verdicts
+from penstock.benchmark.stats import Interval, Window, Windows, mean_interval, throughput_interval
+from penstock.benchmark.steadiness import is_growing
+from penstock.benchmark.verdicts import Verdicts, judge, of_each_request
 from penstock.errors import ConfigError
 from penstock.slo import Latency, Slo
 
@@ -75,7 +75,7 @@ class KneeSearch:
         near = self._near_knee()
         return Closed(near) if near is not None and near not in self._throughputs else None
 
-    def add(self, load: Load, windows: Sequence[Window]) -> None:
+    def add(self, load: Load, windows: Windows) -> None:
         assert isinstance(load, Closed)
         # Measuring next to the knee moves it a little; the search does not follow.
         self._is_through = bool(self._tried) and load.concurrency < self._highest
@@ -91,13 +91,10 @@ class KneeSearch:
         if near is None:
             return None
         nearest = min(self._tried, key=lambda tried: (abs(tried - near), tried))
-        reason = ""
-        if not self._is_level():
-            reason = f"throughput still grew at concurrency {self._highest}"
-        plateau = self._plateau()
-        return Knee(
-            plateau * self._alone_s, plateau, self._alone_s, self._tried.index(nearest), reason
-        )
+        level, plateau = self._tried.index(nearest), self._plateau()
+        still = f"throughput still grew at concurrency {self._highest}"
+        reason = "" if self._is_level() else still
+        return Knee(plateau * self._alone_s, plateau, self._alone_s, level, reason)
 
     @property
     def _highest(self) -> int:
@@ -115,7 +112,7 @@ class KneeSearch:
         """Return the mean of all throughputs close to the highest."""
         best = max(self._throughputs.values())
         level = [each for each in self._throughputs.values() if each >= best / (1 + MIN_GAIN)]
-        return sum(level) / len(level)
+        return fmean(level)
 
     def _near_knee(self) -> int | None:
         if not self._tried or not self._plateau() * self._alone_s > 0:
@@ -148,12 +145,11 @@ class MaxRateSearch:
         self._start = min(start, max_rate)
         self._max_rate = max_rate
         self._precision = precision
-        self._arrivals = arrivals
-        self._cv = cv
+        self._arrivals, self._cv = arrivals, cv
         # All windows of a rate, of both measurements if it was measured again.
         self._windows: dict[float, list[Window]] = {}
         self._num_tries: dict[float, int] = {}
-        self._verdicts: dict[float, tuple[IntervalVerdict, ...]] = {}
+        self._verdicts: dict[float, Verdicts] = {}
         # Rates at which the queue grew in every measurement.
         self._growing: set[float] = set()
         # The rate was so low that no request was due; lower ones would tell nothing either.
@@ -163,28 +159,27 @@ class MaxRateSearch:
         rate = self._next_rate()
         return None if rate is None else Open(Flat(rate), self._arrivals, self._cv)
 
-    def add(self, load: Load, windows: Sequence[Window]) -> None:
+    def add(self, load: Load, windows: Windows) -> None:
         assert isinstance(load, Open) and isinstance(load.profile, Flat)
         rate = load.profile.rate
         if not any(window.num_due for window in windows):
             self._is_silent = True
             return
         known = self._windows.setdefault(rate, [])
-        if not trend(windows).is_growing:
+        if not is_growing(windows):
             self._growing.discard(rate)
         elif not known:
             self._growing.add(rate)
         known.extend(windows)
         self._num_tries[rate] = self._num_tries.get(rate, 0) + 1
-        self._verdicts[rate] = verdicts(self._slo, measured(known, self._slo))
+        self._verdicts[rate] = judge(known, self._slo)
 
     def _next_rate(self) -> float | None:
         if self._is_silent:
             return None
         if not self._verdicts:
             return self._start
-        doubted = self._doubted()
-        if doubted is not None:
+        if (doubted := self._doubted()) is not None:
             return doubted
         low, high = self._low, self._high
         if high is None:
@@ -194,23 +189,15 @@ class MaxRateSearch:
             return None if high / 2 < self._start * MIN_RATE_SHARE else high / 2
         if high > low * (1 + self._precision):
             return math.sqrt(low * high)
-        return self._close_end(low, high)
+        # An end of a narrow bracket may have to be measured again.
+        unsure = (each for each in (high, low) if self._is_close(each))
+        return next((each for each in unsure if self._num_tries[each] < MAX_TRIES), None)
 
     def _doubted(self) -> float | None:
         """Return a rate that missed although a higher one kept: one of the two was an accident."""
-        kept = [rate for rate in self._verdicts if self._is_kept(rate)]
-        for rate in sorted(self._verdicts):
-            is_odd = not self._is_kept(rate) and rate < max(kept, default=0.0)
-            if is_odd and self._num_tries[rate] < MAX_TRIES:
-                return rate
-        return None
-
-    def _close_end(self, low: float, high: float) -> float | None:
-        """Return the end of a narrow bracket that should be measured again."""
-        for rate in (high, low):
-            if self._is_close(rate) and self._num_tries[rate] < MAX_TRIES:
-                return rate
-        return None
+        highest = max((rate for rate in self._verdicts if self._is_kept(rate)), default=0.0)
+        odd = [rate for rate in self._verdicts if rate < highest and not self._is_kept(rate)]
+        return min((rate for rate in odd if self._num_tries[rate] < MAX_TRIES), default=None)
 
     def _is_kept(self, rate: float) -> bool:
         is_kept = all(verdict.outcome == "kept" for verdict in self._verdicts[rate])
@@ -240,22 +227,17 @@ class MaxRateSearch:
         """None before the first measurement."""
         if not self._verdicts:
             return None
-        rate = Interval(self._estimate(), self._surely_kept(), self._surely_missed())
-        return MaxRate(rate, self._text, self._missing_end())
-
-    def _missing_end(self) -> str:
-        if self._low is None:
-            return f"missed even at {min(self._verdicts):.4g}/s, the lowest rate that was tried"
-        if self._high is None:
-            return f"kept even at {max(self._verdicts):.4g}/s, the highest rate that was tried"
-        return ""
-
-    def _estimate(self) -> float:
-        """Return the rate at which the worst latency crosses its limit, inside the bracket."""
-        low, high = self._low, self._high
+        low, high, reason = self._low, self._high, ""
         if low is None:
-            return math.nan
-        return low if high is None else self._crossing("value", low, high, low)
+            value = math.nan
+            reason = f"missed even at {min(self._verdicts):.4g}/s, the lowest rate that was tried"
+        elif high is None:
+            value = low
+            reason = f"kept even at {max(self._verdicts):.4g}/s, the highest rate that was tried"
+        else:
+            value = self._crossing("value", low, high, low)
+        rate = Interval(value, self._surely_kept(), self._surely_missed())
+        return MaxRate(rate, self._text, reason)
 
     def _surely_kept(self) -> float:
         """Return the rate at which the upper end of the worst latency's interval crosses its limit,

@@ -1,7 +1,4 @@
-"""Figures and their confidence intervals. Pure: values in, values out.
-
-A `DurationHistogram` has buckets of constant relative width; a `Window` holds the outcomes of the
-requests that were due in one span of time. Every reported figure is folded from windows.
+"""Figures and their confidence intervals, all folded from windows: spans of time. Pure.
 
 Requests that queue behind each other are not independent, so errors are estimated from spans of
 time, not from single requests: windows are merged into 20 to 39 batches, and the variation between
@@ -11,10 +8,10 @@ batches gives the interval (batch means, Student's t).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,6 +38,9 @@ else:
     Number = float | None
 
 
+Key = TypeVar("Key", int, str)
+
+
 class DurationHistogram(msgspec.Struct):
     """Durations in buckets whose centres are at most 0.4 % off. Sparse: bucket to count.
 
@@ -51,14 +51,11 @@ class DurationHistogram(msgspec.Struct):
     def add(self, seconds: Array) -> None:
         """Add durations; NaN is skipped."""
         values = np.asarray(seconds, np.float64)
-        durations = values[~np.isnan(values)]
-        buckets, counts = np.unique(_buckets(durations), return_counts=True)
-        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
+        buckets, counts = np.unique(_buckets(values[~np.isnan(values)]), return_counts=True)
+        tally(self.counts, dict(zip(buckets.tolist(), counts.tolist(), strict=True)))
 
     def merge(self, other: DurationHistogram) -> None:
-        for bucket, count in other.counts.items():
-            self.counts[bucket] = self.counts.get(bucket, 0) + count
+        tally(self.counts, other.counts)
 
     @property
     def total(self) -> int:
@@ -93,9 +90,13 @@ class DurationHistogram(msgspec.Struct):
         return float(shares @ np.array(list(self.counts.values()), np.float64))
 
 
+def tally(counts: dict[Key, int], more: Mapping[Key, int]) -> None:
+    for key, count in more.items():
+        counts[key] = counts.get(key, 0) + count
+
+
 def _buckets(seconds: Array) -> Array:
-    nanoseconds = np.clip(seconds, 0.5e-9, MAX_S) * 1e9
-    mantissas, octaves = np.frexp(nanoseconds)
+    mantissas, octaves = np.frexp(np.clip(seconds, 0.5e-9, MAX_S) * 1e9)  # nanoseconds
     inside = ((2 * mantissas - 1) * BUCKETS_PER_OCTAVE).astype(np.int64)
     return np.where(octaves > 0, octaves * BUCKETS_PER_OCTAVE + inside, 0)
 
@@ -145,12 +146,11 @@ class Window(msgspec.Struct):
         return self.num_due - self.num_good
 
     def copy(self) -> Window:
-        metrics = {
-            name: DurationHistogram(dict(each.counts)) for name, each in self.metrics.items()
-        }
+        metrics = {key: DurationHistogram(dict(one.counts)) for key, one in self.metrics.items()}
         return msgspec.structs.replace(self, failures=dict(self.failures), metrics=metrics)
 
 
+Windows = Sequence[Window]
 NO_DURATIONS = DurationHistogram()
 
 
@@ -188,13 +188,17 @@ class RatioTest(msgspec.Struct, frozen=True):
     p_value: float
 
 
-def merged(windows: Sequence[Window]) -> Window:
+def merged(windows: Windows) -> Window:
     """Merge neighbouring windows into one."""
     whole = windows[0].copy() if windows else Window(0.0, 0.0)
     for window in windows[1:]:
         whole.length_s += window.length_s
         add_counts(whole, window)
     return whole
+
+
+def column(windows: Windows, field: str) -> Array:
+    return np.array([getattr(window, field) for window in windows], np.float64)
 
 
 def add_counts(window: Window, other: Window) -> None:
@@ -205,8 +209,7 @@ def add_counts(window: Window, other: Window) -> None:
     window.num_input_tokens += other.num_input_tokens
     window.num_output_tokens += other.num_output_tokens
     window.max_late_s = max(window.max_late_s, other.max_late_s)
-    for failure, count in other.failures.items():
-        window.failures[failure] = window.failures.get(failure, 0) + count
+    tally(window.failures, other.failures)
     for metric, histogram in other.metrics.items():
         window.metrics.setdefault(metric, DurationHistogram()).merge(histogram)
     if other.num_in_slo is not None:
@@ -216,7 +219,7 @@ def add_counts(window: Window, other: Window) -> None:
 class _Table:
     """The histograms of one metric, flattened: all buckets, and the window each belongs to."""
 
-    def __init__(self, windows: Sequence[Window], metric: str) -> None:
+    def __init__(self, windows: Windows, metric: str) -> None:
         parts = [window.metrics.get(metric, NO_DURATIONS).counts for window in windows]
         sizes = [len(part) for part in parts]
         values = chain.from_iterable(part.values() for part in parts)
@@ -245,15 +248,15 @@ class _Table:
         return np.bincount(self._owners, parts, self._num_windows)
 
 
-def histogram(windows: Sequence[Window], metric: str = "latency") -> DurationHistogram:
+def histogram(windows: Windows, metric: str = "latency") -> DurationHistogram:
     """Merge the histograms of all windows."""
     return _Table(windows, metric).whole()
 
 
-def _batched(values: Array, num_windows: int) -> Array:
+def _batched(values: Array) -> Array:
     """Sum neighbouring windows into batches; the remainder joins the last batch."""
-    size = max(1, num_windows // MIN_BATCHES)
-    return np.add.reduceat(values, np.arange(0, num_windows - size + 1, size))
+    size = max(1, len(values) // MIN_BATCHES)
+    return np.add.reduceat(values, np.arange(0, len(values) - size + 1, size))
 
 
 def num_batches(num_windows: int) -> int:
@@ -278,8 +281,7 @@ def _as_normal(t: float, num_degrees: float) -> float:
 
 def _error_of_sum(parts: Array, sizes: Array, share: float) -> float:
     """Return the standard error of the sum of `parts`, each expected to be `share` of its size."""
-    num_windows = len(parts)
-    residuals = _batched(parts - share * sizes, num_windows)
+    residuals = _batched(parts - share * sizes)
     count = len(residuals)
     return math.sqrt(count / (count - 1) * float(np.sum(residuals**2)))
 
@@ -315,17 +317,13 @@ def share_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -
     return Interval(share, max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0))
 
 
-def throughput_interval(windows: Sequence[Window], confidence: float = CONFIDENCE) -> Interval:
+def throughput_interval(windows: Windows, confidence: float = CONFIDENCE) -> Interval:
     """Return good answers per second."""
-    return ratio_interval(
-        np.array([window.num_arrived for window in windows], np.float64),
-        np.array([window.length_s for window in windows], np.float64),
-        confidence,
-    )
+    return ratio_interval(column(windows, "num_arrived"), column(windows, "length_s"), confidence)
 
 
 def mean_interval(
-    windows: Sequence[Window], metric: str = "latency", confidence: float = CONFIDENCE
+    windows: Windows, metric: str = "latency", confidence: float = CONFIDENCE
 ) -> Interval:
     """Return the mean of a metric over good answers."""
     table = _Table(windows, metric)
@@ -333,7 +331,7 @@ def mean_interval(
 
 
 def percentile_interval(
-    windows: Sequence[Window],
+    windows: Windows,
     metric: str,
     percent: float,
     *,
@@ -365,8 +363,7 @@ def percentile_interval(
     sizes = table.totals() + never
     cluster = 1.0
     for level in _levels(share):
-        limit_s = at(_rank(level, total))
-        below = table.nums_below(limit_s)
+        below = table.nums_below(at(_rank(level, total)))
         seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
         cluster = max(cluster, seen**2 / (level * (1 - level) * total))
     beyond = (1 - share) * total
@@ -396,15 +393,14 @@ def _count_range(count: float, points: float, *, is_rare: bool) -> tuple[float, 
 
 def _levels(share: float) -> list[float]:
     """Return the percentiles at which clustering is estimated: the one asked for and, for a tail,
-    the one with four times as many requests beyond. A run that saw few clusters of the slowest
-    requests would otherwise conclude that they do not cluster, just when its percentile is too
-    low."""
+    the one with four times as many requests beyond. A run that saw few clusters of slow requests
+    would otherwise conclude that they do not cluster, just when its percentile is too low."""
     common = 1 - COMMONER * (1 - share)
     return [share, common] if common >= 0.5 else [share]
 
 
 def compare(
-    a: Sequence[Window], b: Sequence[Window], metric: str, percent: float, tolerance: float = 0.0
+    a: Windows, b: Windows, metric: str, percent: float, tolerance: float = 0.0
 ) -> RatioTest:
     """Test whether b is slower than a by more than `tolerance` (0.05: 5 %) and chance."""
     return _compared(
@@ -415,48 +411,33 @@ def compare(
     )
 
 
-def compare_throughput(
-    a: Sequence[Window], b: Sequence[Window], tolerance: float = 0.0
-) -> RatioTest:
+def compare_throughput(a: Windows, b: Windows, tolerance: float = 0.0) -> RatioTest:
     """Test whether b has less throughput than a by more than `tolerance` and chance."""
     degrees = (num_batches(len(b)) - 1, num_batches(len(a)) - 1)
     # Lower is worse: swap the sides.
     turned = _compared(throughput_interval(b), throughput_interval(a), degrees, tolerance)
-    value, low, high = turned.ratio.value, turned.ratio.low, turned.ratio.high
-    ratio = Interval(_inverse(value), _inverse(high), _inverse(low))
-    return RatioTest(ratio, turned.p_value)
-
-
-def _inverse(number: float) -> float:
-    return 1 / number if number else math.inf
+    ends = turned.ratio.value, turned.ratio.high, turned.ratio.low
+    return RatioTest(Interval(*(1 / each if each else math.inf for each in ends)), turned.p_value)
 
 
 def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: float) -> RatioTest:
     """Compare logarithms, each side with the error in the direction of the other side: intervals
     of percentiles are not symmetric."""
-    is_known = all(0 < side.value < math.inf and side.low >= 0 for side in (a, b))
-    if not is_known:
+    if not all(0 < side.value < math.inf and side.low >= 0 for side in (a, b)):
         return RatioTest(NOTHING, math.nan)
     log_ratio = math.log(b.value / a.value)
     downwards = math.hypot(_log(b.value, b.low), _log(a.high, a.value))
     upwards = math.hypot(_log(b.high, b.value), _log(a.value, a.low))
-    ratio = Interval(
-        math.exp(log_ratio), math.exp(log_ratio - downwards), _exp(log_ratio + upwards)
-    )
-    margin = math.log1p(tolerance)
-    errors = (
-        _log(b.value, b.low) / student_t(degrees[1]),
-        _log(a.high, a.value) / student_t(degrees[0]),
-    )
-    return RatioTest(ratio, _p_value(log_ratio - margin, errors, degrees))
+    logs = (log_ratio, log_ratio - downwards, log_ratio + upwards)
+    ratio = Interval(*(math.exp(each) if each < 700 else math.inf for each in logs))
+    error_b = _log(b.value, b.low) / student_t(degrees[1])
+    error_a = _log(a.high, a.value) / student_t(degrees[0])
+    excess = log_ratio - math.log1p(tolerance)
+    return RatioTest(ratio, _p_value(excess, (error_b, error_a), degrees))
 
 
 def _log(high: float, low: float) -> float:
     return math.log(high / low) if low > 0 else math.inf
-
-
-def _exp(number: float) -> float:
-    return math.exp(number) if number < 700 else math.inf
 
 
 def _p_value(excess: float, errors: tuple[float, float], degrees: tuple[int, int]) -> float:

@@ -7,13 +7,12 @@ before, within their noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from penstock.benchmark import stats
-from penstock.benchmark.stats import DurationHistogram, Window
+from penstock.benchmark.stats import DurationHistogram, Window, Windows
 from penstock.types import Array
 
 # A smaller relative change between thirds counts as none.
@@ -41,14 +40,7 @@ class Steadiness(msgspec.Struct, frozen=True):
     last_s: float
 
 
-class Trend(msgspec.Struct, frozen=True):
-    """`growth`: mean latency of the last third over that of the first."""
-
-    is_growing: bool
-    growth: float
-
-
-def steadiness(windows: Sequence[Window], patience_s: float) -> Steadiness:
+def steadiness(windows: Windows, patience_s: float) -> Steadiness:
     """Judge a warm-up so far; `windows` are complete ones."""
     third = math.ceil(len(windows) / 3)
     is_steady = _is_steady(windows)
@@ -60,7 +52,7 @@ def steadiness(windows: Sequence[Window], patience_s: float) -> Steadiness:
     )
 
 
-def _is_steady(windows: Sequence[Window]) -> bool:
+def _is_steady(windows: Windows) -> bool:
     num_good = sum(window.num_good for window in windows)
     num_groups = min(len(windows), MAX_GROUPS, num_good // MIN_REQUESTS_PER_GROUP)
     if num_groups < MIN_GROUPS:
@@ -71,7 +63,7 @@ def _is_steady(windows: Sequence[Window]) -> bool:
     return _is_same(medians, is_shown=True) and _is_same(rates, is_shown=False)
 
 
-def _groups(windows: Sequence[Window], num: int) -> list[Window]:
+def _groups(windows: Windows, num: int) -> list[Window]:
     ends = np.linspace(0, len(windows), num + 1).astype(int).tolist()
     return [stats.merged(windows[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
 
@@ -93,25 +85,23 @@ def _is_same(values: Array, is_shown: bool) -> bool:
     noise = math.sqrt((float(before.var(ddof=1)) + float(after.var(ddof=1))) / 2)
     error = noise * math.sqrt(2 / size)
     # At this pace the change triples by the time the warm-up is twice as long.
-    is_drifting = (
-        3 * change > TOLERANCE and change > stats.student_t(2 * size - 2, DRIFT_CONFIDENCE) * error
-    )
-    if is_drifting:
+    is_clear = change > stats.student_t(2 * size - 2, DRIFT_CONFIDENCE) * error
+    if is_clear and 3 * change > TOLERANCE:
         return False
     return not is_shown or change + error <= max(TOLERANCE, noise)
 
 
-def trend(windows: Sequence[Window]) -> Trend:
+def is_growing(windows: Windows) -> bool:
     """Test whether latency grows over the span: the queue grows, so load exceeds capacity."""
     num_groups = min(len(windows), NUM_TREND_GROUPS)
     means = np.array([_latency(each).mean() for each in _groups(windows, num_groups)])
     means = means[~np.isnan(means)]
     count = len(means)
     if count < MIN_TREND_GROUPS:
-        return Trend(False, math.nan)
+        return False
     third = count // 3
     growth = float(means[-third:].mean() / means[:third].mean())
     # Kendall's test: among all pairs, how many more rise than fall.
     rising = float(np.sign(means[None, :] - means[:, None])[np.triu_indices(count, 1)].sum())
     deviate = (rising - 1) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
-    return Trend(deviate > TREND_DEVIATE and growth >= MIN_GROWTH, growth)
+    return deviate > TREND_DEVIATE and growth >= MIN_GROWTH

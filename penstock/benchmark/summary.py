@@ -16,7 +16,7 @@ from penstock import slo as promises
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.results import BenchRun, Level
-from penstock.benchmark.stats import Interval, Window
+from penstock.benchmark.stats import Interval, Window, percentile_interval
 from penstock.slo import Goodput, Latency, Slo
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
@@ -30,13 +30,13 @@ class Breakdown:
     """Where a request's mean time went, in seconds; the server's parts are its own figures."""
 
     # due -> sent, and everything between client and server.
-    unsent_s: float
-    outside_s: float
-    overhead_s: float
-    queue_s: float
-    input_s: float
-    infer_s: float
-    output_s: float
+    unsent_s: float = 0.0
+    outside_s: float = 0.0
+    overhead_s: float = 0.0
+    queue_s: float = 0.0
+    input_s: float = 0.0
+    infer_s: float = 0.0
+    output_s: float = 0.0
     # The two parts of the queue, where the server reports them.
     batch_wait_s: float | None = None
     instance_wait_s: float | None = None
@@ -54,10 +54,8 @@ class Breakdown:
         else:
             found["queue: for a batch"] = self.batch_wait_s
             found["queue: for an instance"] = self.instance_wait_s
-        found["compute input"] = self.input_s
-        found["compute infer"] = self.infer_s
-        found["compute output"] = self.output_s
-        return found
+        found |= {"compute input": self.input_s, "compute infer": self.infer_s}
+        return found | {"compute output": self.output_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +90,20 @@ class Figures:
 
 
 def figures_of(run: BenchRun, level: Level) -> Figures:
-    windows, limits = level.windows, slo_of(run)
+    windows = level.windows
     whole = stats.merged(windows)
+    seen = [name for name in STREAM_METRICS if name in whole.metrics]
     has_tokens = whole.num_output_tokens > 0 and whole.length_s > 0
     return Figures(
-        label=label_of(level),
+        label=level.label,
         num_requests=whole.num_due,
         num_good=whole.num_good,
         failures=dict(sorted(whole.failures.items(), key=lambda item: -item[1])),
         throughput=stats.throughput_interval(windows),
         mean_s=stats.histogram(windows, "latency").mean(),
         latency=_percentiles(windows, "latency"),
-        streams={
-            name: _percentiles(windows, name) for name in STREAM_METRICS if name in whole.metrics
-        },
-        goodput_percent=_goodput(windows, limits),
+        streams={name: _percentiles(windows, name) for name in seen},
+        goodput_percent=_goodput(windows, slo_of(run)),
         input_tokens_per_s=whole.num_input_tokens / whole.length_s if has_tokens else None,
         output_tokens_per_s=whole.num_output_tokens / whole.length_s if has_tokens else None,
         breakdown=breakdown_of(level),
@@ -115,10 +112,8 @@ def figures_of(run: BenchRun, level: Level) -> Figures:
 
 
 def _percentiles(windows: list[Window], metric: str) -> dict[str, Interval]:
-    return {
-        name: stats.percentile_interval(windows, metric, percent)
-        for name, percent in PERCENTILES.items()
-    }
+    known = PERCENTILES.items()
+    return {name: percentile_interval(windows, metric, percent) for name, percent in known}
 
 
 def _goodput(windows: list[Window], limits: Slo | None) -> float | None:
@@ -175,13 +170,8 @@ def slo_of(run: BenchRun) -> Slo | None:
     return promises.parse(run.slo) if run.slo else None
 
 
-def label_of(level: Level) -> str:
-    return pacer.label(level.load)
-
-
 def in_order(run: BenchRun) -> BenchRun:
-    """Return the run with its levels from low load to high, if they are of one kind: a search goes
-    up and down."""
+    """Return the run with its levels sorted by load, if they are of one kind."""
     if len({type(level.load) for level in run.levels}) != 1:
         return run
     order = sorted(range(len(run.levels)), key=lambda i: load_size(run.levels[i].load))
@@ -202,9 +192,8 @@ def short_loads(loads: list[Load]) -> tuple[str, list[str]]:
         if isinstance(load, Open) and isinstance(load.profile, Flat)
     ]
     if len(flats) == len(loads) and len({(kind, cv) for _, kind, cv in flats}) == 1:
-        return f"{flats[0][1]} /s", [
-            f"{rate:.0f}" if rate >= 1000 else f"{rate:.4g}" for rate, _, _ in flats
-        ]
+        rates = [f"{rate:.0f}" if rate >= 1000 else f"{rate:.4g}" for rate, _, _ in flats]
+        return f"{flats[0][1]} /s", rates
     return "load", [pacer.label(load) for load in loads]
 
 

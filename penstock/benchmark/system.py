@@ -53,13 +53,17 @@ def take_sample(at_s: float) -> SystemSample:
 
 
 def environment(address: str) -> Environment:
+    versions = {"penstock": penstock.__version__, "python": platform.python_version()}
+    versions |= package_versions(PACKAGES)
+    if driver := devices.driver():
+        versions["NVIDIA driver"] = driver
     return Environment(
         host_cpu=_cpu_name(),
         num_cores=psutil.cpu_count() or 0,
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
         gpus=[gpu.name for gpu in devices.read_gpus()],
-        versions=_versions(devices.driver()),
+        versions=versions,
         is_server_local=is_local(address),
     )
 
@@ -82,14 +86,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _versions(driver: str) -> dict[str, str]:
-    found = {"penstock": penstock.__version__, "python": platform.python_version()}
-    found |= package_versions(PACKAGES)
-    if driver:
-        found["NVIDIA driver"] = driver
-    return found
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:

@@ -6,15 +6,15 @@ Failed and refused requests count as never answered, so failing fast cannot keep
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.benchmark import stats
 from penstock.benchmark.recorder import limits
-from penstock.benchmark.stats import Interval, Window
-from penstock.benchmark.steadiness import trend
+from penstock.benchmark.stats import CONFIDENCE, Interval, Window, Windows
+from penstock.benchmark.steadiness import is_growing
 from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
 
 # Optional stopping inflates false positives, so early stops need a higher confidence.
@@ -45,13 +45,14 @@ class IntervalVerdict:
         """Whether the verdict is uncertain: no interval, or the limit lies inside it."""
         if self.measured is None or math.isnan(self.measured.low + self.measured.high):
             return True
-        ends = self.measured.low, self.measured.high
-        return self.term.is_kept_by(ends[0]) != self.term.is_kept_by(ends[1])
+        is_kept_by = self.term.is_kept_by
+        return is_kept_by(self.measured.low) != is_kept_by(self.measured.high)
 
 
-def measured(
-    windows: Sequence[Window], slo: Slo, confidence: float = stats.CONFIDENCE
-) -> dict[str, Interval]:
+Verdicts = tuple[IntervalVerdict, ...]
+
+
+def measured(windows: Windows, slo: Slo, confidence: float = CONFIDENCE) -> dict[str, Interval]:
     """Return intervals by `term.name`, without terms that windows cannot measure (cost, memory)."""
     found = {}
     for term in slo.terms:
@@ -64,7 +65,7 @@ def measured(
     return found
 
 
-def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Interval:
+def _latency(windows: Windows, term: Latency, confidence: float) -> Interval:
     if term.statistic == "mean":
         if any(window.num_failed for window in windows):
             return Interval(math.inf, math.inf, math.inf)
@@ -75,30 +76,32 @@ def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Int
     )
 
 
-def _goodput(windows: Sequence[Window], slo: Slo, confidence: float) -> Interval:
+def _goodput(windows: Windows, slo: Slo, confidence: float) -> Interval:
     """Return the percentage of due requests that met the SLO."""
-    in_time = [_num_in_time(window, slo) for window in windows]
-    parts = np.array([math.nan if num is None else num for num in in_time], np.float64)
-    sizes = np.array([window.num_due for window in windows], np.float64)
-    share = stats.share_interval(parts, sizes, confidence)
+    parts = np.array([_num_in_time(window, slo) for window in windows], np.float64)
+    share = stats.share_interval(parts, stats.column(windows, "num_due"), confidence)
     return Interval(share.value * 100, share.low * 100, share.high * 100)
 
 
-def _num_in_time(window: Window, slo: Slo) -> float | None:
-    """None: it takes limits per request, and they were not recorded."""
+def _num_in_time(window: Window, slo: Slo) -> float:
+    """NaN: it takes limits per request, and they were not recorded."""
     if window.num_in_slo is not None:
         return window.num_in_slo
     bounds = limits(slo)
     if not bounds or not window.num_good:
         return window.num_good
     if bounds.keys() != {"latency"}:
-        return None
+        return math.nan
     return window.metrics["latency"].num_below(bounds["latency"])
 
 
-def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[IntervalVerdict, ...]:
+def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> Verdicts:
     """Judge each term."""
     return tuple(IntervalVerdict(term, measured.get(term.name)) for term in slo.terms)
+
+
+def judge(windows: Windows, slo: Slo, confidence: float = CONFIDENCE) -> Verdicts:
+    return verdicts(slo, measured(windows, slo, confidence))
 
 
 def of_each_request(slo: Slo) -> Slo:
@@ -106,44 +109,37 @@ def of_each_request(slo: Slo) -> Slo:
     return Slo(tuple(term for term in slo.terms if isinstance(term, Latency | Goodput)), slo.rate)
 
 
-def has_overdue(windows: Sequence[Window], num_in_flight: int, within_s: float) -> bool:
-    """Whether more requests are in flight than were due in twice `within_s`, or more than half as
-    many as have ended. Windows only hold what has ended, so a stalled server looks fast until its
-    first late answer."""
+def has_overdue(windows: Windows, num_in_flight: int, within_s: float) -> bool:
+    """Whether more requests are in flight than were due in twice `within_s`, or half as many as
+    have ended. Windows hold only ended ones, so a stalled server looks fast until it answers."""
     span_s = sum(window.length_s for window in windows)
     num_ended = sum(window.num_due for window in windows)
     is_late = num_in_flight * span_s > 2 * (num_ended + num_in_flight) * within_s
     return is_late or 2 * num_in_flight > num_ended
 
 
-def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> bool:
+def is_decided(windows: Windows, slo: Slo, num_in_flight: int = 0) -> bool:
     """Whether more data cannot change the verdict: one term is clearly missed, or all are clearly
     kept, latency is not growing and nothing is overdue. Needs a minimum number of requests."""
     num_due = sum(window.num_due for window in windows)
+    if num_due < MIN_HOPELESS_REQUESTS:
+        return False
+    found = judge(windows, slo, EARLY_CONFIDENCE)
+    judged = [verdict for verdict in found if verdict.outcome != "not measured"]
     if num_due < _min_early_requests(slo):
-        return num_due >= MIN_HOPELESS_REQUESTS and _is_far_beyond(windows, slo)
-    judged = [
-        verdict
-        for verdict in verdicts(slo, measured(windows, slo, EARLY_CONFIDENCE))
-        if verdict.outcome != "not measured"
-    ]
+        return any(map(_is_far_beyond, judged))
     if any(verdict.outcome == "missed" and not verdict.is_close for verdict in judged):
         return True
     is_kept = all(verdict.outcome == "kept" and not verdict.is_close for verdict in judged)
-    if not judged or not is_kept or trend(windows).is_growing:
+    if not judged or not is_kept or is_growing(windows):
         return False
-    limit_s = limits(slo).get("latency", math.inf)
-    return not has_overdue(windows, num_in_flight, limit_s)
+    return not has_overdue(windows, num_in_flight, limits(slo).get("latency", math.inf))
 
 
-def _is_far_beyond(windows: Sequence[Window], slo: Slo) -> bool:
+def _is_far_beyond(verdict: IntervalVerdict) -> bool:
     """Whether a limit is missed by so much that fewer requests prove it."""
-    return any(
-        isinstance(verdict.term, Latency)
-        and verdict.measured is not None
-        and verdict.measured.low > FAR * verdict.term.limit_s
-        for verdict in verdicts(slo, measured(windows, slo, EARLY_CONFIDENCE))
-    )
+    term, found = verdict.term, verdict.measured
+    return isinstance(term, Latency) and found is not None and found.low > FAR * term.limit_s
 
 
 def _min_early_requests(slo: Slo) -> float:

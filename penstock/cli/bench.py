@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.api.bench_options import BenchOptions
-from penstock.cli.commands import coloured, fail
+from penstock.cli.commands import coloured, fail, typed_command
 from penstock.cli.options import Command, add_options, from_environment
 from penstock.cli.outputs import STDOUT, TableOutputs, files, print_json
 from penstock.errors import ConfigError
@@ -53,10 +52,9 @@ def bench(ctx: click.Context, source: str, options: BenchOptions, outputs: Table
     from penstock.api.bench_plan import make_plans
     from penstock.benchmark import run_files
 
-    command = shlex.join(["penstock", *sys.argv[1:]])
     try:
         ambient = from_environment(ctx, BenchOptions)
-        plans = make_plans(source, options, command=command, ambient=ambient)
+        plans = make_plans(source, options, command=typed_command(), ambient=ambient)
         run_files.check_outputs(files(outputs.json, outputs.html, outputs.csv))
         result = _measure(plans, options, outputs)
         _show(result, outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -31,15 +32,13 @@ class Commands(click.Group):
             return super().main(args, prog_name, complete_var, standalone_mode, **extra)
         try:
             result = super().main(args, prog_name, complete_var, False, **extra)
-        except click.MissingParameter as error:
-            _tell_missing(error)
-            sys.exit(ExitCode.USAGE)
-        except click.UsageError as error:
-            error.show()
-            sys.exit(ExitCode.USAGE)
         except click.ClickException as error:
-            error.show()
-            sys.exit(ExitCode.FAILED)
+            if isinstance(error, click.MissingParameter):
+                _tell_missing(error)
+            else:
+                error.show()
+            is_usage = isinstance(error, click.UsageError)
+            sys.exit(ExitCode.USAGE if is_usage else ExitCode.FAILED)
         except click.Abort:
             # click's name for Ctrl-C.
             click.echo("interrupted", err=True)
@@ -100,6 +99,10 @@ def fail(error: PenstockError) -> NoReturn:
         click.echo(coloured(f"error: {problem}", "red"), err=True)
     is_usage = isinstance(error, CommandLineError)
     sys.exit(ExitCode.USAGE if is_usage else ExitCode.FAILED)
+
+
+def typed_command() -> str:
+    return shlex.join(["penstock", *sys.argv[1:]])
 
 
 def coloured(text: str, colour: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.api.optimize_options import OptimizeOptions
-from penstock.cli.commands import fail
+from penstock.cli.commands import fail, typed_command
 from penstock.cli.options import Command, add_options
 from penstock.cli.outputs import STDOUT, PageOutputs, files, print_json
 from penstock.errors import ConfigError, PenstockError
@@ -68,15 +67,13 @@ def optimize(source: str, options: OptimizeOptions, outputs: PageOutputs) -> Non
     except PenstockError as error:
         fail(error)
     except workspace.WriteFailed as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(ExitCode.FAILED)
+        fail(ConfigError([str(error)]))
     except OSError as error:
         if not staging.is_full(error):
             raise
         place = f"{error.filename}: " if error.filename else ""
         hint = "free some space and run the same command again: it resumes"
-        click.echo(f"error: {place}{error.strerror}; {hint}", err=True)
-        sys.exit(ExitCode.FAILED)
+        fail(ConfigError([f"{place}{error.strerror}; {hint}"]))
     except KeyboardInterrupt:
         click.echo("interrupted; run the same command again to resume", err=True)
         sys.exit(ExitCode.INTERRUPTED)
@@ -92,7 +89,7 @@ def run_plan(plan: Plan, *, is_quiet: bool = False) -> tuple[Optimization, bool]
     from penstock.optimizer.run import optimize as run
     from penstock.report.optimize_live import OptimizeDisplay
 
-    command = shlex.join(["penstock", *sys.argv[1:]])
+    command = typed_command()
     if is_quiet:
         with Interruption(lambda count: None) as interruption:
             found = run(plan, lambda progress: None, command)
@@ -105,30 +102,25 @@ def run_plan(plan: Plan, *, is_quiet: bool = False) -> tuple[Optimization, bool]
 def _show(found: Optimization, plan: Plan, outputs: PageOutputs) -> None:
     from penstock.api import optimize as api
     from penstock.api import terminal
-    from penstock.optimizer import optimization_files
+    from penstock.optimizer.optimization_files import to_json, write_optimization
     from penstock.optimizer.workspace import report_path
     from penstock.report import optimize_table
 
     console = terminal.console()
     if outputs.json == STDOUT:
-        print_json(optimization_files.to_json(found))
+        print_json(to_json(found))
     elif outputs.quiet:
         click.echo(found.headline)
     else:
         console.print(optimize_table.shown(found))
     html = Path(outputs.html) if outputs.html else report_path(plan)
     html = _write(html, found.name, lambda path: api.write_html(found, path))
-    [*json_paths] = files(outputs.json)
-    if not json_paths and not found.version:
+    json = Path(outputs.json) if files(outputs.json) else None
+    if json is None and not found.version:
         # Nothing else keeps the verdict.
-        json_paths = [str(html.with_suffix(".json"))]
-    json = None
-    for name in json_paths:
-        json = _write(
-            Path(name),
-            found.name,
-            lambda path: optimization_files.write_optimization(found, path),
-        )
+        json = html.with_suffix(".json")
+    if json is not None:
+        json = _write(json, found.name, lambda path: write_optimization(found, path))
     if not found.version:
         _explain(found, html, json)
     elif outputs.json != STDOUT and not outputs.quiet:
@@ -148,17 +140,13 @@ def _write(path: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 
 def _explain(found: Optimization, html: Path, json: Path | None) -> None:
-    reason, advice = found.uncommitted, "free some space and run the same command again: it resumes"
-    advice += " from the journal and commits"
+    reason, again = found.uncommitted, "run the same command again"
+    advice = f"free some space and {again}: it resumes from the journal and commits"
     if found.proof_failure:
-        advice = "run the same command again: it resumes from the journal and repeats the proof"
+        advice = f"{again}: it resumes from the journal and repeats the proof"
     if found.kept_version:
-        reason = f"version {found.kept_version} of {found.name} keeps its SLO and stays served; "
-        reason += "this result is not proven"
-        advice = "run the same command again on a quiet machine"
-    lines = [
-        f"no version was committed: {reason}",
-        f"the verdict is kept: report {html}, JSON {json}; the build is in {found.build_folder}",
-        advice,
-    ]
-    click.echo("\n".join(f"penstock optimize: {each}" for each in lines), err=True)
+        served = f"version {found.kept_version} of {found.name} keeps its SLO and stays served"
+        reason, advice = f"{served}; this result is not proven", f"{again} on a quiet machine"
+    kept = f"report {html}, JSON {json}; the build is in {found.build_folder}"
+    for each in (f"no version was committed: {reason}", f"the verdict is kept: {kept}", advice):
+        click.echo(f"penstock optimize: {each}", err=True)

@@ -25,14 +25,10 @@ class FlagOption(click.Option):
 
     def __init__(self, names: Sequence[str], flag: Flag, **settings: Any) -> None:
         default = flag.default or _default_text(settings.get("default"))
-        parts = ["" if default == "-" else f"Default: {default}.", flag.when]
-        if flag.variable:
-            settings["envvar"] = flag.variable
-        self.group = flag.group
-        self.summary = flag.summary
-        self.details = " ".join(part for part in parts if part)
-        help_text = f"{flag.summary}. {self.details}"
-        super().__init__(names, metavar=flag.metavar or None, help=help_text, **settings)
+        self.group, self.summary = flag.group, flag.summary
+        self.details = flag.when if default == "-" else f"Default: {default}. {flag.when}"
+        settings |= {"metavar": flag.metavar or None, "envvar": flag.variable or None}
+        super().__init__(names, help=f"{flag.summary}. {self.details}", **settings)
 
 
 class Command(click.Command):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from penstock.api.profile_options import ProfileOptions
-from penstock.cli.commands import fail
+from penstock.cli.commands import fail, typed_command
 from penstock.cli.options import Command, add_options
-from penstock.cli.outputs import STDOUT, PageOutputs, files, print_json
+from penstock.cli.outputs import STDOUT, PageOutputs, files, write_json
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ def _show(found: Profile, source: str, options: ProfileOptions, outputs: PageOut
     from penstock.report import profile_table
 
     if outputs.json == STDOUT:
-        print_json(api.to_json(found))
+        write_json(found, STDOUT)
     elif outputs.quiet:
         click.echo(found.recommendation)
     else:
@@ -63,7 +61,6 @@ def _show(found: Profile, source: str, options: ProfileOptions, outputs: PageOut
             for line in profile_table.tool_commands(source, options.model, options.batch_size):
                 click.echo(f"  {line}")
     if outputs.html:
-        command = shlex.join(["penstock", *sys.argv[1:]])
-        api.write_html(found, Path(outputs.html), command)
+        api.write_html(found, Path(outputs.html), typed_command())
     for name in files(outputs.json):
-        api.write_json(found, Path(name))
+        write_json(found, name)

@@ -122,7 +122,7 @@ def _key(catalog: Catalog, model: Served) -> CallKey:
     config = model.config
     is_latest = catalog.versions(config.name)[-1:] == [config.version]
     is_loaded = config.backend == LLM and model.is_ready
-    has_chat = is_loaded and cast("LanguageModel", model).vocabulary.has_template
+    has_chat = is_loaded and bool(cast("LanguageModel", model).vocabulary.template)
     return CallKey(config.name, config.version, has_chat, is_latest)
 
 

@@ -43,17 +43,8 @@ class KvBucket:
         self.keys = cache.keys.new_zeros(layers, 0, heads, length, size)
         self.values = torch.zeros_like(self.keys)
 
-    @property
-    def num_slots(self) -> int:
-        return len(self.rows) * self.length
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(self.rows)
-
     def row_of(self, sequence: Sequence, count: int) -> int | None:
-        """Return the row with the sequence's first `count` tokens; free rows with any other
-        count."""
+        """Return the row with the sequence's first `count` tokens; free its other rows."""
         for place, row in enumerate(self.rows):
             if row is not None and row.owner is sequence:
                 if row.count == count:
@@ -69,8 +60,7 @@ class KvBucket:
         if used and used[-1] + 1 > 2 * len(used):
             self.rows = [None] * len(self.rows)
 
-    def grow(self, num_rows: int) -> None:
-        more = num_rows - len(self.rows)
+    def grow(self, more: int) -> None:
         layers, _, *sizes = self.keys.shape
         empty = self.keys.new_zeros(layers, more, *sizes)
         # One tensor at a time, so that only one of them is in memory twice.
@@ -119,7 +109,7 @@ class KvBuckets:
 
     @property
     def num_slots(self) -> int:
-        return sum(bucket.num_slots for bucket in self._buckets.values())
+        return sum(len(bucket.rows) * length for length, bucket in self._buckets.items())
 
     def attention(self, step: BatchStep) -> BatchedAttention:
         spans = spans_of(step, self.cache.block_size)
@@ -147,8 +137,7 @@ class KvBuckets:
         return lots, placed
 
     def _rows(self, length: int, chunks: Many[Chunk]) -> list[int | None]:
-        """Return the row of each chunk, filled with all tokens before it; None if there is no
-        room."""
+        """Return the row of each chunk, with all tokens before it; None without room."""
         bucket = self._buckets.setdefault(length, KvBucket(self.cache, length))
         rows = [bucket.row_of(chunk.sequence, chunk.start) for chunk in chunks]
         missing = [number for number, row in enumerate(rows) if row is None]
@@ -163,14 +152,13 @@ class KvBuckets:
 
     def _grow(self, bucket: KvBucket, more: int) -> int:
         """Drop empty buckets, then add at least `more` rows if there is room; return how many."""
-        for other in [each for each in self._buckets.values() if each.is_empty]:
-            if other is not bucket:
-                del self._buckets[other.length]
+        kept = {n: each for n, each in self._buckets.items() if each is bucket or any(each.rows)}
+        self._buckets = kept
         room = (self.cache.keys.shape[1] - self.num_slots) // bucket.length
         # Grow by more than is needed now, so that not every new sequence copies all rows.
         more = max(0, min(max(more, len(bucket.rows) // 2), room))
         if more:
-            bucket.grow(len(bucket.rows) + more)
+            bucket.grow(more)
         return more
 
     def _lot(self, length: int, rows: dict[int, int], step: BatchStep, spans: Many[Span]) -> Lot:
@@ -243,8 +231,7 @@ def row_length(num_tokens: int) -> int:
 
 
 def _attend_rows(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Write the new keys and values to their rows; return the attention of each row up to the
-    last."""
+    """Write the new keys and values to their rows; return the attention of each row."""
     all_keys, all_values = lot.bucket.keys[layer], lot.bucket.values[layer]
     num_heads, size = all_keys.shape[1], all_keys.shape[3]
     all_keys.view(-1, size).index_copy_(0, lot.slots, keys.reshape(-1, size))

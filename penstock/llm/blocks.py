@@ -78,8 +78,7 @@ class BlockPool:
             self._num_holders[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` free blocks and drop their content; the caller checks that enough are
-        free."""
+        """Allocate `count` free blocks, of which there are enough, and drop their content."""
         assert count <= len(self._free), "taken without looking"
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:

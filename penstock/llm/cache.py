@@ -35,7 +35,7 @@ class Cache:
         sizes = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_size)
         self.keys = torch.zeros(sizes, dtype=dtype, device=device)
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.is_exact = is_exact
 
 

@@ -19,19 +19,20 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
-from penstock.llm.models import decoder
 from penstock.llm.models.families import family_of
 from penstock.llm.models.shape import DecoderShape
+from penstock.llm.models.weights import HEAD, weight_sizes
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # Tensor of GGUF files with the divisors of the RoPE frequencies.
 ROPE = "rope_freqs.weight"
 MAX_NAMES = 5
 # Weights that some files have but that are not needed: a tied output head, RoPE frequencies.
-LEFT_OUT = (decoder.HEAD, "rotary_emb.inv_freq")
+LEFT_OUT = (HEAD, "rotary_emb.inv_freq")
 SEED = 11
 # Standard deviation of random weights, as is usual before training.
 SPREAD = 0.02
+Sizes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -53,12 +54,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """Return random weights of the true sizes, made on the device; they repeat on one kind of
-    device."""
+    """Return random weights of the true sizes, the same ones on each kind of device."""
     values = read_object(config)
     shape = family_of(_architecture(values, config.name)).shape_of_config(values)
     generator = torch.Generator(device).manual_seed(SEED)
-    sizes = decoder.weight_sizes(shape)
+    sizes = weight_sizes(shape)
 
     def weight(name: str) -> Tensor:
         size = sizes[name]
@@ -80,7 +80,14 @@ def _open_folder(folder: Path) -> Checkpoint:
     files = _files(folder)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(_open(folder / name)) for name in set(files.values())}
-        _check(shape, {name: opened[file] for name, file in files.items()})
+        wanted = weight_sizes(shape)
+        # An index may name weights that are in none of its files.
+        found = {
+            name: tuple(opened[file].get_slice(name).get_shape()) if name in wanted else ()
+            for name, file in files.items()
+            if name in wanted or not name.endswith(LEFT_OUT)
+        }
+        _check(wanted, found, "weight")
         close = stack.pop_all().close
 
     def weight(name: str) -> Tensor:
@@ -113,17 +120,16 @@ def _open(path: Path) -> safe_open:
         raise ConfigError([f"{path.name}: cannot be read as safetensors: {error}"]) from None
 
 
-def _check(shape: DecoderShape, files: Mapping[str, safe_open]) -> None:
+def _check(wanted: Sizes, found: Sizes, kind: str, label: str = "") -> None:
     """Check that every weight is there and has the right shape."""
-    wanted = decoder.weight_sizes(shape)
-    missing = sorted(wanted.keys() - files.keys())
-    problems = [f"no weight '{name}'" for name in missing]
-    others = sorted(name for name in files.keys() - wanted.keys() if not name.endswith(LEFT_OUT))
-    problems += [f"'{name}' is a weight that this model has not" for name in others]
-    for name in sorted(wanted.keys() & files.keys()):
-        found = tuple(files[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
-        if found != wanted[name]:
-            problems.append(f"'{name}' has shape {list(found)}; expected {list(wanted[name])}")
+    missing, others = wanted.keys() - found.keys(), found.keys() - wanted.keys()
+    problems = [f"{label}no {kind} '{name}'" for name in sorted(missing)]
+    problems += [f"{label}'{name}' is a {kind} that this model has not" for name in sorted(others)]
+    problems += [
+        f"{label}'{name}' has shape {list(found[name])}; expected {list(wanted[name])}"
+        for name in sorted(wanted.keys() & found.keys())
+        if found[name] != wanted[name]
+    ]
     if problems:
         more = [f"and {len(problems) - MAX_NAMES} more"] if len(problems) > MAX_NAMES else []
         raise ConfigError([*problems[:MAX_NAMES], *more])
@@ -148,16 +154,10 @@ def _open_gguf(path: Path) -> Checkpoint:
         if ROPE in file.tensors:
             divisors = tuple(map(float, file.tensor(ROPE)))
             shape = replace(shape, rope=replace(shape.rope, divisors=divisors))
-        places, sizes = family.gguf_names(shape), decoder.weight_sizes(shape)
-        others = sorted(file.tensors.keys() - {*places.values(), ROPE})
-        problems = [f"{path.name}: '{name}' is a tensor that this model has not" for name in others]
-        for name, other in places.items():
-            entry, wanted = file.tensors.get(other), sizes[name]
-            if entry is None or entry.shape != wanted:
-                found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
-                problems.append(f"{path.name}: '{other}' {found}; expected {list(wanted)}")
-        if problems:
-            raise ConfigError(problems[:MAX_NAMES])
+        places, sizes = family.gguf_names(shape), weight_sizes(shape)
+        wanted = {other: sizes[name] for name, other in places.items()}
+        found = {name: entry.shape for name, entry in file.tensors.items() if name != ROPE}
+        _check(wanted, found, "tensor", f"{path.name}: ")
         close = stack.pop_all().close
 
     def weight(name: str) -> Tensor:

@@ -13,11 +13,13 @@ import re
 import threading
 from collections.abc import Mapping
 from functools import cached_property
+from typing import TypeVar, cast
 
 from tokenizers import AddedToken, Tokenizer
 
 # Characters that Unicode will never assign. BREAK follows each character of a name that must stay
 # text; START and END enclose the number of a special token.
+Value = TypeVar("Value")
 BREAK, START, END = "\ufdd0", "\ufdd1", "\ufdd2"
 _RESERVED = dict.fromkeys(map(ord, (BREAK, START, END)), "\ufffd")
 
@@ -37,25 +39,25 @@ class ControlTokens:
         either = "|".join(map(re.escape, names)) or r"(?!)"
         self._pattern = re.compile(f"(?:{either})(?!{BREAK})")
 
-    def escape(self, value: object) -> object:
-        """Return the same strings, lists and mappings, with special tokens in them marked as
-        text."""
+    def escape(self, value: Value) -> Value:
+        """Return the same strings, lists and mappings, with special tokens marked as text."""
+        escaped: object = value
         if isinstance(value, str):
-            return self._escape_text(value)
-        if isinstance(value, list | tuple):
-            return [self.escape(each) for each in value]
-        if isinstance(value, Mapping):
-            return {self.escape(key): self.escape(each) for key, each in value.items()}
-        return value
+            escaped = self._escape_text(value)
+        elif isinstance(value, list | tuple):
+            escaped = [self.escape(each) for each in value]
+        elif isinstance(value, Mapping):
+            escaped = {self.escape(key): self.escape(each) for key, each in value.items()}
+        return cast("Value", escaped)
 
     def encode(self, rendered: str) -> list[int] | None:
         """Return the tokens of a text with marks; None if it has none and is encoded as usual."""
         if BREAK not in rendered:
             return None
-        text = self._pattern.sub(self._alias, rendered).replace(BREAK, "")
+        text = self._pattern.sub(lambda match: alias(self._numbers[match[0]]), rendered)
         with self._lock:
             plain = self._plain
-        (found,) = plain.encode_batch_fast([text], add_special_tokens=False)
+        (found,) = plain.encode_batch_fast([text.replace(BREAK, "")], add_special_tokens=False)
         numbers = self._numbers_of_aliases
         return [numbers.get(token, token) for token in found.ids]
 
@@ -66,28 +68,14 @@ class ControlTokens:
         ends = (text[-size:] for size in range(1, min(self._longest, len(text) + 1)))
         return text + BREAK if any(end in self._starts for end in ends) else text
 
-    def _alias(self, match: re.Match[str]) -> str:
-        return alias(self._numbers[match[0]])
-
     @cached_property
     def _plain(self) -> Tokenizer:
-        """A copy of the tokenizer that reads special tokens as text, and aliases as special
-        tokens."""
+        """A copy of the tokenizer for which special tokens are text, and aliases are special."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
-        plain.add_tokens(
-            [
-                AddedToken(
-                    alias(number),
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=False,
-                )
-                for number, token in self._tokens.items()
-            ]
-        )
+        fields = ("single_word", "lstrip", "rstrip", "normalized")
+        flags = {n: {f: getattr(token, f) for f in fields} for n, token in self._tokens.items()}
+        plain.add_tokens([AddedToken(alias(n), **each, special=False) for n, each in flags.items()])
         return plain
 
     @cached_property

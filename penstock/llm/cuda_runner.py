@@ -24,11 +24,11 @@ from penstock.backends.torch_cuda import Cuda
 from penstock.errors import first_line
 from penstock.llm import operations
 from penstock.llm.cache import Cache
-from penstock.llm.fused import Fused
+from penstock.llm.logits import prompt_logprobs, wants_prompts
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Places
-from penstock.llm.runner import SampledStep, num_followed, prompt_logprobs, row_of
+from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Fused, Places
+from penstock.llm.runner import SampledStep, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
 from penstock.llm.scheduler import BatchStep, Chunk, StepLimits
 from penstock.llm.sequence import Sequence
@@ -129,13 +129,7 @@ class CudaRunner:
     num_ahead = NUM_AHEAD
 
     def __init__(
-        self,
-        decoder: Decoder,
-        cache: Cache,
-        device: Cuda,
-        limits: StepLimits,
-        *,
-        has_graphs: bool,
+        self, decoder: Decoder, cache: Cache, device: Cuda, limits: StepLimits, *, has_graphs: bool
     ) -> None:
         self._decoder, self._device, self._limits = decoder, device, limits
         self._has_graphs = has_graphs
@@ -166,8 +160,7 @@ class CudaRunner:
         self.num_eager = 0
 
     def prepare(self) -> None:
-        """Compile and capture everything that steps need, before the first request; overwrites the
-        content of the cache."""
+        """Compile and capture everything that steps need; overwrites the content of the cache."""
         self._warm_up()
         with torch.inference_mode():
             for size in reversed(self._buckets):
@@ -250,18 +243,15 @@ class CudaRunner:
         batch_table[last, KEY] += moved.view(np.int32)
         num_ones = int((counts == 1).sum())
         num_seen = int((batch_table[num_ones:, POSITION] + 1).sum())
-        is_graph = self._fits_a_graph(num_tokens, num_ones, num_seen) and not _wants_prompts(chunks)
+        is_graph = num_ones == num_tokens or (
+            num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
+        )
+        is_graph = is_graph and not wants_prompts(chunks)
         lines = NO_LINES if is_graph else self._lines(chunks, rows, ends, num_ones)
         return StepLayout(num_tokens, num_ones, is_graph, last, lines, changes)
 
-    def _fits_a_graph(self, num_tokens: int, num_ones: int, num_seen: int) -> bool:
-        if num_ones == num_tokens:
-            return True
-        return num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
-
     def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> Array:
-        """Return the work items of prompt attention: those that see most first, as they take
-        longest."""
+        """Return the work items of prompt attention, the longest ones first."""
         size = operations.tokens_of_line(self._decoder.shape.group)
         found: list[Array] = [NO_LINES]
         for place in range(num_ones, len(chunks)):
@@ -308,25 +298,22 @@ class CudaRunner:
             self.num_replayed += 1
             graph.replay()
 
-    def _generate(self, size: int) -> None:
+    def _generate(self, size: int) -> dict[str, Tensor]:
         """Compute the first `size` rows of the batch table and sample a token for each."""
         batch_table = self._batch_table[:size]
         splits = operations.num_splits(size, self._decoder.shape.num_kv_heads)
         tokens = operations.read_tokens(batch_table, self._last)
         hidden = self._fused.hidden(tokens, Places(batch_table, size, splits))
         self._sample_rows(hidden, batch_table)
+        # Outputs are in preallocated tensors.
+        return {}
 
     def _capture(self, size: int) -> None:
         try:
-            self._graphs[size], _ = self._device.capture(partial(self._captured, size))
+            self._graphs[size], _ = self._device.capture(partial(self._generate, size))
         except Exception as error:  # Many types; these steps run without a graph.
             self.problems[size] = first_line(error)
             log.warning("no CUDA graph for %d tokens: %s", size, self.problems[size])
-
-    def _captured(self, size: int) -> dict[str, Tensor]:
-        self._generate(size)
-        # Outputs are written to preallocated tensors.
-        return {}
 
     def _run_eagerly(self, layout: StepLayout, staged: Staged, places: list[int]) -> Tensor:
         """Run a step without a graph and sample the rows `places`, in order; return the final
@@ -410,13 +397,6 @@ class CudaRunner:
         rows = np.zeros((num, NUM_COLUMNS), np.int32)
         rows[:, POSITION], rows[:, ROW], rows[:, TARGET] = -1, self._num_rows, self._num_rows
         return rows
-
-
-def _wants_prompts(chunks: Many[Chunk]) -> bool:
-    return any(
-        chunk.sequence.params.num_prompt_logprobs is not None and num_followed(chunk) > 0
-        for chunk in chunks
-    )
 
 
 def is_other(chunk: Chunk) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.llm.cache import attend_sdpa
 from penstock.llm.gguf import GgufFile, TensorEntry
 from penstock.llm.messages import EngineSettings
 from penstock.llm.models.decoder import Decoder
@@ -73,8 +74,7 @@ def is_four_bits(path: Path) -> bool:
 
 def divergence(wanted: Tensor, found: Tensor) -> float:
     """Return the mean KL divergence of distributions, each a row of logprobs."""
-    each = F.kl_div(found, wanted, reduction="none", log_target=True).sum(1)
-    return float(each.mean())
+    return float(F.kl_div(found, wanted, reduction="batchmean", log_target=True))
 
 
 def _size(entry: TensorEntry) -> int:
@@ -97,6 +97,4 @@ def _logprobs(decoder: Decoder) -> Tensor:
 
 
 def _attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    queries, keys, values = (each.transpose(0, 1)[None] for each in (queries, keys, values))
-    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-    return mixed[0].transpose(0, 1)
+    return attend_sdpa(queries, keys, values)

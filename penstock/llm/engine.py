@@ -4,8 +4,7 @@ One thread, no sockets: requests are added and aborted between steps, and every 
 tokens. With an asynchronous runner the next step is planned and launched before the last one is
 committed: the end of a sequence is then seen one step late, and its extra token is dropped. The
 engine connects parts that do not know each other: the scheduler plans, the runner computes, the
-pace limits the size of a step and predicts whether a request would be in time. `engine_main` runs
-it in a process of its own.
+pace limits the size of a step. `engine_main` runs it in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from penstock.llm.messages import GenerateRequest, Logprobs, PromptLogprobsChunk
 from penstock.llm.pace import StepTimeModel, StepWork
 from penstock.llm.scheduler import BatchStep, Scheduler
 from penstock.llm.sequence import Reason, Sequence
-from penstock.sampling_params import SamplingParams
+from penstock.llm.ttft_admission import TtftAdmission
 
 Clock = Callable[[], float]
-PROBE_EVERY = 50
 # Limit of sequences per request.
 MAX_CHOICES = 16
 # Weight of the newest sequence in the moving average of output lengths.
@@ -47,6 +45,9 @@ class StepResult(Protocol):
 
 class EngineRunner(Protocol):
     """Runner of steps; it may wait for the device only when the tokens are read."""
+
+    # Steps that may be launched ahead, before the previous one is committed.
+    num_ahead: int
 
     def run(self, step: BatchStep) -> StepResult: ...
 
@@ -68,8 +69,7 @@ class Engine:
     clock: Clock
     # Limit of the queue; further requests are refused.
     max_waiting: int = 1024
-    # Steps launched ahead, before the previous one is committed; above 0 only for an asynchronous
-    # runner.
+    # The runner's; above 0 only for an asynchronous one.
     num_ahead: int = 0
     # Prompt logprobs not yet taken by the caller.
     prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
@@ -80,18 +80,19 @@ class Engine:
     _committed: float = 0.0
     _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
-    # Requests that were too slow even alone; counted to let a probe through.
-    _num_too_slow: int = 0
+    _admission: TtftAdmission = field(init=False)
     # The request refused last, and why: requests with it as leader are refused too.
     _refused: tuple[int | None, PenstockError | None] = None, None
+
+    def __post_init__(self) -> None:
+        self._admission = TtftAdmission(self.scheduler, self.pace)
 
     @property
     def is_idle(self) -> bool:
         return not self._sequences and not self._in_flight
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; raise InvalidRequest if it can never run, Overloaded if it would be
-        late."""
+        """Queue a request; raise InvalidRequest if it can never run, Overloaded if too late."""
         params = request.params
         if params.max_tokens is None:
             # As many as fit the context after the prompt.
@@ -99,20 +100,16 @@ class Engine:
             params = replace(params, max_tokens=left)
         self._check(request, params.max_tokens or 0)
         arrived = self.clock()
-        leader: Sequence | None = None
-        self._sequences[request.id] = made = []
+        is_cached = params.num_prompt_logprobs is None
+        made: list[Sequence] = []
+        self._sequences[request.id] = made
         for index in range(params.n):
-            sequence = Sequence(
-                next(self._ids),
-                list(request.tokens),
-                _of_number(params, index),
-                arrived,
-                request.id,
-                index,
-                is_cached=params.num_prompt_logprobs is None,
-                leader=leader,
-            )
-            leader = leader or sequence
+            if index:
+                # Each has another seed, and the first alone reports prompt logprobs.
+                params = replace(params, seed=(params.seed or 0) + 1, num_prompt_logprobs=None)
+            number, tokens = next(self._ids), list(request.tokens)
+            sequence = Sequence(number, tokens, params, arrived, request.id, index, is_cached)
+            sequence.leader = made[0] if made else None
             made.append(sequence)
             self.scheduler.add(sequence)
 
@@ -133,12 +130,8 @@ class Engine:
         """Launch the next step, and return the new tokens of the oldest step in flight; empty if
         there is nothing to do."""
         began = self.clock()
-        work = self._work()
-        step = self.scheduler.plan(
-            self.pace.max_tokens(
-                work.num_generating, work.num_context_tokens, self.scheduler.limits.max_tokens
-            )
-        )
+        limit = self.scheduler.limits.max_tokens
+        step = self.scheduler.plan(self.pace.max_tokens(self._work(), limit))
         self.scheduler.note_begun(step, began)
         if not step.chunks:
             return self._finish() if self._in_flight else []
@@ -214,70 +207,9 @@ class Engine:
             # The leader was added just before and may have ended since.
             leader, refusal = self._refused
             return refusal if leader == request.leader else None
-        promised_s = self.pace.targets.ttft_s
-        if promised_s is None or not self.pace.is_known:
+        if self.pace.targets.ttft_s is None or not self.pace.is_known:
             return None
-        before = [*self.scheduler.running, *self.scheduler.waiting]
-        if (refusal := self._refusal_alone(request, promised_s)) is not None or not before:
-            return refusal
-        lefts = [each.num_left for each in before if not each.num_generated]
-        own, work = len(request.tokens) + request.num_following, self._work()
-        if self.scheduler.shares_prompts:
-            # Prompts share each step evenly, so others get at most as much as this one meanwhile.
-            lefts = [min(each, own) for each in lefts]
-        first_s = self.pace.first_token_s(sum(lefts), own, work)
-        first_s += self._steps_to_a_place() * self.pace.step_s(work)
-        if first_s <= promised_s:
-            return None
-        text = f"the first token would come after {first_s:.2g} s"
-        return Overloaded(text, first_s - promised_s, "predicted_late")
-
-    def _refusal_alone(self, request: GenerateRequest, promised_s: float) -> PenstockError | None:
-        """Refuse a prompt that takes too long even on an idle server, where a retry is pointless.
-        One in `PROBE_EVERY` is let through, as the machine may have become faster."""
-        num_prompt = len(request.tokens)
-        alone_s = self.pace.first_token_s(0, num_prompt, StepWork(0, 0))
-        if alone_s <= promised_s:
-            return None
-        num_new = num_prompt - self._num_cached(request)
-        alone_s = self.pace.first_token_s(0, num_new, StepWork(0, 0))
-        if alone_s <= promised_s:
-            return None
-        self._num_too_slow += 1
-        if self._num_too_slow % PROBE_EVERY == 0:
-            return None
-        return InvalidRequest(
-            f"a prompt of {num_prompt} tokens takes {alone_s:.2g} s until its first token, also "
-            f"on an idle server; expected at most {promised_s:.3g} s (penstock.ttft_ms); send a "
-            "shorter prompt"
-        )
-
-    def _num_cached(self, request: GenerateRequest) -> int:
-        if request.params.num_prompt_logprobs is not None:
-            return 0
-        size = self.scheduler.pool.block_size
-        params = replace(request.params, max_tokens=1)
-        keys = Sequence(-1, list(request.tokens), params).keys(len(request.tokens) - 1, size)
-        return len(self.scheduler.pool.find(keys)) * size
-
-    def _steps_to_a_place(self) -> float:
-        """Estimate the steps until a new request gets a batch slot: running sequences end one after
-        the other, and queued ones take their slots. Output lengths are taken to be as usual."""
-        scheduler = self.scheduler
-        place = len(scheduler.waiting) - (scheduler.limits.max_sequences - len(scheduler.running))
-        if place < 0:
-            return 0.0
-        left = sorted(self._left(each) for each in scheduler.running)
-        rounds, place = divmod(place, max(1, len(left)))
-        waiting = [self._left(each) for each in scheduler.waiting]
-        mean = sum(waiting) / len(waiting) if waiting else 0.0
-        return rounds * mean + (left[place] if left else 0.0)
-
-    def _left(self, sequence: Sequence) -> float:
-        """Estimate the tokens that it will still generate."""
-        most = float(sequence.max_tokens)
-        usual = most if self._usual is None else min(most, self._usual)
-        return max(1.0, usual - sequence.num_generated)
+        return self._admission.refusal(request, self._work(), self._usual)
 
     def _work(self) -> StepWork:
         """Work of a decode step of the running sequences."""
@@ -295,13 +227,6 @@ class Engine:
         if sequence.reason in ("stop", "length"):
             known = sequence.num_generated if self._usual is None else self._usual
             self._usual = known + NEWEST * (sequence.num_generated - known)
-
-
-def _of_number(params: SamplingParams, index: int) -> SamplingParams:
-    """Vary the seed for each sequence of a request, and report prompt logprobs only once."""
-    if not index:
-        return params
-    return replace(params, seed=(params.seed or 0) + index, num_prompt_logprobs=None)
 
 
 def _work_of(step: BatchStep) -> StepWork:

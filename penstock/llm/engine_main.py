@@ -6,29 +6,20 @@ message. While idle it sleeps until a message arrives. It dies with the core.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import os
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from penstock.config import CPU
 from penstock.errors import ConfigError, Overloaded, PenstockError, describe_error
 from penstock.llm import messages, wait_policy
-from penstock.llm.blocks import BlockPool
 from penstock.llm.engine import Engine
-from penstock.llm.messages import GenerateRequest, TokenEvent, pack_tokens
-from penstock.llm.pace import StepTimeModel, Targets
-from penstock.llm.scheduler import Scheduler, StepLimits
-from penstock.processes.start import begin_life, take_part
-from penstock.repository.manifest import check_digests
-from penstock.sampling_params import SamplingParams
-from penstock.wire.frames import MAX_FRAME_BYTES
+from penstock.llm.engine_loading import start_engine
+from penstock.llm.messages import TokenEvent
+from penstock.processes.start import begin_life
+from penstock.wire.frames import MAX_FRAME_BYTES, StartFailed, Stop
 
 log = logging.getLogger("penstock.engine")
 MAX_ERROR_CHARS = 500
@@ -36,8 +27,6 @@ MAX_ERROR_CHARS = 500
 MAX_PROMPT_LOGPROBS = 1024
 # Failed steps in a row before the process exits: the GPU may be lost to this process only.
 MAX_FAILURES = 3
-# Warm-up prompts that show how long steps take, as shares of the largest step, and output tokens.
-PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
 
 
 class EngineProcess:
@@ -46,8 +35,6 @@ class EngineProcess:
     def __init__(
         self, sock: socket.socket, set_policy: Callable[[int], str] = lambda num_threads: ""
     ) -> None:
-        """`set_policy` sets how threads wait for each other; it is called before torch is
-        loaded."""
         self._sock = sock
         self._set_policy = set_policy
         self._buffer = bytearray(MAX_FRAME_BYTES)
@@ -78,7 +65,7 @@ class EngineProcess:
     def _take(self, message: messages.ToEngine) -> bool:
         if isinstance(message, messages.LoadEngine):
             return self._load(message)
-        if isinstance(message, messages.StopEngine):
+        if isinstance(message, Stop):
             return False
         assert self._engine is not None, "it is loaded first"
         if isinstance(message, messages.GenerateRequest):
@@ -91,40 +78,16 @@ class EngineProcess:
         return True
 
     def _load(self, message: messages.LoadEngine) -> bool:
-        began = time.perf_counter()
-        if message.version != messages.VERSION:
-            text = f"the core speaks version {message.version}, the engine {messages.VERSION}"
-            self._send(messages.LoadFailed((text,)))
-            return False
-        settings = message.settings
         try:
-            policy = self._set_policy(settings.num_threads) if settings.device == CPU else ""
-            self._engine, built = load(settings)
-            if policy:
-                built["wait_policy"] = policy
-                log.info("wait policy of threads: %s", policy)
+            self._engine, ready = start_engine(message, self._set_policy)
         except ConfigError as error:
-            self._send(messages.LoadFailed(error.problems))
+            self._send(StartFailed(error.problems))
             return False
-        except Exception as error:  # Any error of a library is the answer to Load.
+        except Exception as error:  # Any error of a library is the answer to LoadEngine.
             log.exception("the model cannot be loaded")
-            self._send(messages.LoadFailed((describe_error(error)[:MAX_ERROR_CHARS],)))
+            self._send(StartFailed((describe_error(error)[:MAX_ERROR_CHARS],)))
             return False
-        # The model's objects are permanent; scanning them in every collection would delay steps.
-        gc.collect()
-        gc.freeze()
-        take_part()
-        scheduler = self._engine.scheduler
-        self._send(
-            messages.Ready(
-                messages.VERSION,
-                time.perf_counter() - began,
-                scheduler.pool.num_blocks,
-                scheduler.limits.max_length,
-                int(built["vocabulary"]),
-                built,
-            )
-        )
+        self._send(ready)
         return True
 
     def _add(self, engine: Engine, message: messages.GenerateRequest) -> None:
@@ -191,68 +154,6 @@ def _refusal(request: int, error: PenstockError) -> messages.RequestRefused:
     if isinstance(error, Overloaded):
         return messages.RequestRefused(request, str(error), True, error.retry_after_s, error.reason)
     return messages.RequestRefused(request, str(error), False)
-
-
-def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
-    """Return an engine that is ready, and facts about how it was built. File digests are checked
-    while torch is imported, before the files are used."""
-    with ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(_check_files, settings.manifest)
-        import torch
-
-        checked.result()
-
-    from penstock.llm import dtype_choice, loading
-
-    torch.set_num_threads(settings.num_threads)
-    choice = dtype_choice.choose(settings, loading.open_decoder)
-    settings, decoder = choice.settings, choice.decoder
-    if choice.reason:
-        log.info("dtype: %s", choice.reason)
-    shape = decoder.shape
-    max_length = min(settings.max_length, shape.max_length)
-    limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
-    cache, num_blocks = loading.room(settings, decoder, limits)
-    blocks = BlockPool(num_blocks, settings.block_size)
-    scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
-    pace = StepTimeModel(Targets(settings.ttft_s, settings.tpot_s))
-    opened = loading.open_runner(settings, decoder, cache, limits)
-    clock = time.monotonic
-    engine = Engine(scheduler, opened.runner, pace, clock, settings.max_waiting, opened.num_ahead)
-    if settings.ttft_s is not None:
-        learn_pace(engine)
-    built = {
-        "torch": str(torch.__version__),
-        "device": settings.device,
-        "dtype": settings.dtype,
-        "parameters": str(shape.num_parameters),
-        "vocabulary": str(shape.vocabulary),
-        "cache_bytes": str(cache.keys.nbytes + cache.values.nbytes),
-        **opened.facts,
-    }
-    return engine, built
-
-
-def learn_pace(engine: Engine) -> None:
-    """Run prompts of several sizes, so that admission of the first requests uses measured times."""
-    limits, pool = engine.scheduler.limits, engine.scheduler.pool
-    targets, engine.pace.targets = engine.pace.targets, Targets()
-    for number, share in enumerate(PROMPT_SHARES):
-        size = max(1, min(int(limits.max_tokens * share), limits.max_length - NUM_LEARNT))
-        params = SamplingParams(max_tokens=NUM_LEARNT, cache_salt=f"{number}")
-        request = GenerateRequest(-1 - number, pack_tokens([0] * size), params)
-        with contextlib.suppress(PenstockError):  # The cache may be too small for the prompt.
-            engine.add(request)
-        while not engine.is_idle:
-            engine.step()
-    engine.pace.targets = targets
-    engine.scheduler.num_computed = pool.num_asked = pool.num_found = 0
-    engine.scheduler.take_waits()
-
-
-def _check_files(manifest: str) -> None:
-    if manifest:
-        check_digests(Path(manifest).parent)
 
 
 def main() -> None:

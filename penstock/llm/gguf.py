@@ -12,6 +12,7 @@ import mmap
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,6 @@ SCALARS = {
 }  # fmt: skip
 
 Value = int | float | bool | str | list["Value"]
-Unpack = Callable[[Array], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Format:
     num_values: int
     num_bytes: int
     # From [blocks, bytes] to [blocks, values].
-    unpack: Unpack
+    unpack: Callable[[Array], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,25 +209,9 @@ def _nibbles(packed: Array) -> Array:
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _f32(blocks: Array) -> Array:
-    return np.ascontiguousarray(blocks).view(np.float32)
-
-
-def _f16(blocks: Array) -> Array:
-    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
-
-
 def _bf16(blocks: Array) -> Array:
     bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16
     return bits.view(np.float32)
-
-
-def _q4_0(blocks: Array) -> Array:
-    return (_nibbles(blocks[:, 2:]).astype(np.float32) - 8) * _half(blocks, 0)
-
-
-def _q4_1(blocks: Array) -> Array:
-    return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
 
 
 def _q8_0(blocks: Array) -> Array:
@@ -267,10 +251,10 @@ def _q6_k(blocks: Array) -> Array:
 
 
 FORMATS: Mapping[int, Format] = {
-    0: Format("F32", 1, 4, _f32),
-    1: Format("F16", 1, 2, _f16),
-    2: Format("Q4_0", 32, 18, _q4_0),
-    3: Format("Q4_1", 32, 20, _q4_1),
+    0: Format("F32", 1, 4, lambda blocks: np.ascontiguousarray(blocks).view(np.float32)),
+    1: Format("F16", 1, 2, partial(_half, at=0)),
+    2: Format("Q4_0", 32, 18, lambda b: (_nibbles(b[:, 2:]) - np.float32(8)) * _half(b, 0)),
+    3: Format("Q4_1", 32, 20, lambda b: _nibbles(b[:, 4:]) * _half(b, 0) + _half(b, 2)),
     8: Format("Q8_0", 32, 34, _q8_0),
     12: Format("Q4_K", 256, 144, _q4_k),
     14: Format("Q6_K", 256, 210, _q6_k),

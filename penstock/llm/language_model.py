@@ -6,25 +6,24 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from msgspec.structs import replace
 
-from penstock.config import LLM, ModelConfig
-from penstock.errors import ConfigError, InvalidRequest, PenstockError, TooLarge, Unsupported
+from penstock.config import ModelConfig
+from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
 from penstock.llm.engine import MAX_CHOICES
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.generation import Generation, GenerationSink
-from penstock.llm.messages import GenerateRequest, Ready, pack_tokens
+from penstock.llm.messages import GenerateRequest, Ready, TextSource, pack_tokens
 from penstock.llm.open_generations import OpenGenerations
-from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
-from penstock.llm.settings import settings_of
+from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits
+from penstock.llm.settings import check_packages, settings_of
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.child import StartLife
 from penstock.sampling_params import SamplingParams
@@ -34,26 +33,14 @@ from penstock.serving.quotas import Quotas
 from penstock.serving.served import ModelProcess
 from penstock.types import Request
 
-One = TypeVar("One")
-Other = TypeVar("Other")
 TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
 )
-# Packages that the engine and the renderer import.
-PACKAGES = ("torch", "tokenizers")
 # The code of errors about prompts that do not fit the context, as in OpenAI's API.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # Prompts: texts, or lists of tokens.
 Given = Sequence[str | list[int]]
-
-
-def check_packages() -> None:
-    """ConfigError if a package is missing, before a process starts that could only fail."""
-    for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:
-            problem = f"backend: '{LLM}' needs the package '{package}', which is not installed"
-            raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it'])
 
 
 class LanguageModel:
@@ -90,7 +77,13 @@ class LanguageModel:
     async def start(self) -> None:
         check_packages()
         began = time.monotonic()
-        self._open.vocabulary, _ = await _both(self._renderer.start(), self._engine.start())
+        try:
+            async with asyncio.TaskGroup() as both:
+                vocabulary = both.create_task(self._renderer.process.start())
+                both.create_task(self._engine.process.start())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._open.vocabulary = vocabulary.result()
         self.metrics.load_s = time.monotonic() - began
         self.loaded_at = int(time.time())
 
@@ -125,7 +118,7 @@ class LanguageModel:
         """The engine's process."""
         ready = self._engine.ready
         built = {} if ready is None else ready.built
-        return [ModelProcess(0, self.config.device, self._engine.pid, self.is_ready, built)]
+        return [ModelProcess(0, self.config.device, self._engine.process.pid, self.is_ready, built)]
 
     def explain(self) -> Explanation:
         (place,) = self.processes
@@ -223,8 +216,7 @@ class LanguageModel:
         return Generation(request, sink)
 
     def submit(self, request: Request | Generation) -> None:
-        """Take a text request. Every outcome goes to its sink, refusals too; tensors are
-        refused."""
+        """Take a text request, whose sink gets every outcome; refuse tensors."""
         if isinstance(request, Generation):
             self._open.submit(request)
             return
@@ -238,8 +230,7 @@ class LanguageModel:
             self._open.cancel(request)
 
     def refused(self, error: PenstockError, received: float) -> None:
-        self.metrics.refused(error)
-        self.metrics.fail_s += max(0.0, time.monotonic() - received)
+        self._open.metrics.refused(error, time.monotonic() - received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +249,3 @@ class Mixed:
 
     def failed(self, error: Exception) -> None:
         self.asker.failed(error)
-
-
-async def _both(one: Awaitable[One], other: Awaitable[Other]) -> tuple[One, Other]:
-    """Return both results. On the first error, cancel the other and raise it."""
-    first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
-    try:
-        done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-        return first.result(), second.result()
-    finally:
-        first.cancel()
-        second.cancel()

@@ -1,10 +1,7 @@
-"""Build the parts of an engine from its settings: the decoder, the KV cache and the runner.
-`engine_main` calls it."""
+"""Build the parts of an engine from its settings: the decoder, the KV cache and the runner."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,12 +14,13 @@ from penstock.llm.cache import Cache, bytes_of_block
 from penstock.llm.checkpoint import made_up, open_checkpoint
 from penstock.llm.engine import EngineRunner
 from penstock.llm.messages import EngineSettings
-from penstock.llm.models.decoder import ON_CPU, Decoder
+from penstock.llm.models.decoder import Decoder
 from penstock.llm.models.int4 import Int4Linear
 from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import DecoderShape
 from penstock.llm.runner import CpuRunner
 from penstock.llm.scheduler import StepLimits
+from penstock.llm.settings import ON_CPUS
 
 # Default size of the KV cache on CPUs.
 DEFAULT_CACHE_BYTES = 1 << 30
@@ -40,32 +38,24 @@ ADA = (8, 9)
 
 
 def open_decoder(settings: EngineSettings) -> Decoder:
-    is_fp8 = settings.dtype == FP8
-    on_cpu = settings.dtype if settings.dtype in ON_CPU else ""
-    dtype = _dtype_beside(settings.dtype)
-    path = Path(settings.path)
-    if settings.is_made_up:
-        # Drawn on the device in their final type: files of that size would take minutes.
-        on_device = settings.device.startswith("cuda")
-        checkpoint = made_up(path, settings.device, dtype) if on_device else made_up(path)
-    else:
+    # Everything except low-precision linear layers.
+    beside = {FP8: BESIDE_FP8, **dict.fromkeys(ON_CPUS, torch.float32)}
+    dtype: torch.dtype = beside.get(settings.dtype) or getattr(torch, settings.dtype)
+    path, device = Path(settings.path), settings.device
+    if not settings.is_made_up:
         checkpoint = open_checkpoint(path)
+    else:
+        # Drawn on GPUs in their final type: files of that size would take minutes.
+        checkpoint = made_up(path, device, dtype) if device.startswith("cuda") else made_up(path)
     try:
-        if is_fp8:
-            _check_fp8(settings.device, checkpoint.shape)
-        if on_cpu:
-            check_int8(settings.device, settings.dtype)
-        shape, weights = checkpoint.shape, checkpoint.weight
-        return Decoder(shape, weights, settings.device, dtype, is_fp8=is_fp8, on_cpu=on_cpu)
+        if settings.dtype == FP8:
+            _check_fp8(device, checkpoint.shape)
+        if settings.dtype in ON_CPUS:
+            check_int8(device, settings.dtype)
+        quantised = settings.dtype if settings.dtype in beside else ""
+        return Decoder(checkpoint.shape, checkpoint.weight, device, dtype, quantised)
     finally:
         checkpoint.close()
-
-
-def _dtype_beside(name: str) -> torch.dtype:
-    """Return the type of everything except low-precision linear layers."""
-    beside = {FP8: BESIDE_FP8, **dict.fromkeys(ON_CPU, torch.float32)}
-    found: torch.dtype = beside.get(name) or getattr(torch, name)
-    return found
 
 
 def _check_fp8(device: str, shape: DecoderShape) -> None:
@@ -82,9 +72,8 @@ def _check_fp8(device: str, shape: DecoderShape) -> None:
         raise ConfigError(problems)
 
 
-def room(settings: EngineSettings, decoder: Decoder, limits: StepLimits) -> tuple[Cache, int]:
-    """Return the KV cache and its number of blocks; raise ConfigError if it cannot hold one
-    sequence of the full length."""
+def room(settings: EngineSettings, decoder: Decoder, limits: StepLimits) -> Cache:
+    """Return the KV cache; ConfigError if it cannot hold one sequence of the full length."""
     size, dtype = settings.block_size, decoder.dtype
     if size & (size - 1):
         raise ConfigError([f"block_size is {size}; expected a power of two"])
@@ -101,8 +90,7 @@ def room(settings: EngineSettings, decoder: Decoder, limits: StepLimits) -> tupl
             ]
         )
     is_exact = decoder.rounds and decoder.device.type == CPU
-    cache = Cache(decoder.shape, num_blocks, size, settings.device, dtype, is_exact=is_exact)
-    return cache, num_blocks
+    return Cache(decoder.shape, num_blocks, size, settings.device, dtype, is_exact=is_exact)
 
 
 def _left(decoder: Decoder, limits: StepLimits) -> int:
@@ -122,20 +110,12 @@ def step_bytes(shape: DecoderShape, limits: StepLimits) -> int:
     return limits.max_tokens * token + limits.max_sequences * shape.vocabulary * 16
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    runner: EngineRunner
-    # Steps that it may launch ahead, before the previous one is committed.
-    num_ahead: int = 0
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-
 def open_runner(
     settings: EngineSettings, decoder: Decoder, cache: Cache, limits: StepLimits
-) -> Opened:
+) -> tuple[EngineRunner, dict[str, str]]:
+    """Return the runner, and facts about it."""
     if not settings.device.startswith("cuda"):
-        facts = _in_int4(decoder) if settings.dtype == INT4 else {}
-        return Opened(CpuRunner(decoder, cache), facts=facts)
+        return CpuRunner(decoder, cache), _in_int4(decoder) if settings.dtype == INT4 else {}
     from penstock.backends.torch_cuda import Cuda
     from penstock.llm.cuda_runner import CudaRunner
 
@@ -145,7 +125,7 @@ def open_runner(
     device = Cuda(settings.device)
     runner = CudaRunner(decoder, cache, device, limits, has_graphs=has_graphs)
     runner.prepare()
-    return Opened(runner, runner.num_ahead, runner.facts())
+    return runner, runner.facts()
 
 
 def _in_int4(decoder: Decoder) -> dict[str, str]:

@@ -1,29 +1,31 @@
-"""Messages between the core and an engine, each one datagram (see `wire.frames`).
+"""Messages between the core and the two processes of a language model (see `wire.frames`).
 
-    core → engine   Load, GenerateRequest, GiveUp, EndText, Stop
-    engine → core   Ready, LoadFailed, PromptLogprobsChunk, StepReport, Refused, Failed
-
-Prompts travel as bytes, four a token. All results of a step are one message.
+`ToEngine`, `FromEngine`, `ToRenderer` and `FromRenderer` say which goes where. Tokens travel as
+bytes, four a token. All results of a step are one message. Messages of engines are one datagram
+each; those of renderers may be larger (see `processes.parts`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from penstock.config import DEFAULT_HANG_S
+from penstock.llm.token_bytes import Vocabulary
 from penstock.sampling_params import SamplingParams
-from penstock.wire.frames import MAX_FRAME_BYTES, Frame
+from penstock.wire.frames import MAX_FRAME_BYTES, Frame, StartFailed, Stop
 
 if TYPE_CHECKING:
     Tokens = array[int]
 else:  # Python 3.11 has no generic arrays.
     Tokens = array
 VERSION = 1
-TOKEN_TYPE: Literal["I"] = "I"
+# From integers, or from their bytes.
+pack_tokens = partial(array, "I")
 # Limit of a prompt; the other fields of a message are small.
 MAX_PROMPT_TOKENS = (MAX_FRAME_BYTES - (1 << 16)) // 4
 
@@ -87,10 +89,6 @@ class EndText(Frame, tag="end"):
     index: int
 
 
-class StopEngine(Frame, tag="stop"):
-    pass
-
-
 class Ready(Frame, tag="ready"):
     version: int
     load_s: float
@@ -98,10 +96,6 @@ class Ready(Frame, tag="ready"):
     max_length: int
     vocabulary: int
     built: Mapping[str, str]
-
-
-class LoadFailed(Frame, tag="lf"):
-    problems: tuple[str, ...]
 
 
 class Logprobs(Frame):
@@ -164,36 +158,76 @@ class RequestRefused(Frame, tag="no"):
     kind: str = "queue_full"
 
 
-class StepFailed(Frame, tag="bad"):
+class StepFailed(Frame, tag="failed"):
     """A step failed; these requests end with it."""
 
     requests: tuple[int, ...]
     reason: str
 
 
-ToEngine = LoadEngine | GenerateRequest | GiveUp | EndText | StopEngine
-FromEngine = Ready | LoadFailed | PromptLogprobsChunk | StepReport | RequestRefused | StepFailed
+class TextSource(Frame):
+    """Tokenizer and chat template that a renderer loads; the fields are those of the settings."""
+
+    path: str
+    is_made_up: bool = False
+    parses_special: bool = False
 
 
-def pack_tokens(tokens: Iterable[int]) -> Tokens:
-    return array(TOKEN_TYPE, tokens)
+class LoadText(Frame, tag="load"):
+    version: int
+    source: TextSource
+    # Data that the process may allocate beyond what it holds once loaded.
+    memory_bytes: int
 
 
-def unpack_tokens(data: bytes) -> Tokens:
-    found = array(TOKEN_TYPE)
-    found.frombytes(data)
-    return found
+class EncodeTexts(Frame, tag="texts"):
+    job: int
+    texts: list[str]
+    # Whether to add the special tokens that the model wants around a text.
+    is_whole: bool
 
 
-def _encode_array(tokens: object) -> bytes:
-    assert isinstance(tokens, array)
-    return tokens.tobytes()
+class EncodeChat(Frame, tag="chat"):
+    """Messages and template options as JSON, as clients sent them."""
+
+    job: int
+    messages: bytes
+    options: bytes
+    max_chars: int
 
 
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(
-    ToEngine, dec_hook=lambda kind, data: unpack_tokens(data)
-)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-decode_to_engine = _to_engine.decode
-decode_from_engine = _from_engine.decode
+class TextReady(Frame, tag="ready"):
+    version: int
+    vocabulary: Vocabulary
+
+
+class Encoded(Frame, tag="done"):
+    """Tokens of each text, four bytes each."""
+
+    job: int
+    tokens: list[bytes]
+
+
+# The client's messages are invalid or too large, or the model's files failed.
+Failure = Literal["invalid", "too_large", "failed"]
+
+
+class NotEncoded(Frame, tag="no"):
+    job: int
+    kind: Failure
+    reason: str
+
+
+ToEngine = LoadEngine | GenerateRequest | GiveUp | EndText | Stop
+FromEngine = Ready | StartFailed | PromptLogprobsChunk | StepReport | RequestRefused | StepFailed
+EncodeJob = EncodeTexts | EncodeChat
+ToRenderer = LoadText | EncodeJob | Stop
+FromRenderer = TextReady | StartFailed | Encoded | NotEncoded
+Datagram = bytes | memoryview
+encode = msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode
+decode_to_engine: Callable[[Datagram], ToEngine] = msgspec.msgpack.Decoder(
+    ToEngine, dec_hook=lambda kind, data: pack_tokens(data)
+).decode
+decode_from_engine: Callable[[Datagram], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+decode_to_renderer: Callable[[bytes], ToRenderer] = msgspec.msgpack.Decoder(ToRenderer).decode
+decode_from_renderer: Callable[[bytes], FromRenderer] = msgspec.msgpack.Decoder(FromRenderer).decode

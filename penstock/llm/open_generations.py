@@ -1,4 +1,5 @@
-"""The open requests of a language model: admission, detokenization, and delivery to their sinks.
+"""The open requests of a language model: admission, messages to and from its engine,
+detokenization, and delivery to their sinks.
 
 Runs on the core's event loop. When the engine dies, its open requests fail: a partial answer is
 never silently continued by another engine. Knows no protocol: each request carries its sink.
@@ -58,12 +59,11 @@ class OpenGenerations:
         max_pending = settings.max_waiting + settings.max_sequences
         self._shares = QueueShares(self._quotas, max_pending)
         self._clock = clock
+        # When the engine last sent a message or was idle, by the loop's clock; its slowest step.
+        self.heard_at = self.slowest_s = 0.0
         self._open: dict[int, Generation] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     @property
     def is_idle(self) -> bool:
@@ -85,8 +85,7 @@ class OpenGenerations:
             generation.sink.failed(error)
 
     def cancel(self, generation: Generation) -> None:
-        """Drop a request that is no longer wanted. Safe at any time; its sink is not called
-        again."""
+        """Drop a request, at any time; its sink is not called again."""
         self._abort(generation, CANCELLED)
 
     def _abort(self, generation: Generation, error: PenstockError) -> bool:
@@ -111,17 +110,34 @@ class OpenGenerations:
             self._quotas.check_tokens(generation.caller, now)
         generation.admitted = self._clock()
         generation.arrived = generation.arrived or generation.admitted
-        data = self.engine.encode(request)
+        data = self._encode(request)
         generation.outputs = [
             SequenceOutput(self.vocabulary.stream(request.tokens), StopTexts(request.params.stop))
             for _ in range(request.params.n)
         ]
-        self.engine.send_request(data)
+        process = self.engine.process
+        assert process.child is not None, "its state is READY"
+        process.child.send(data)
+        if not self._open:
+            self.heard_at = process.loop.time()
         self._open[request.id] = generation
+        if self.engine.watch is None:
+            self.engine.look_after()
         if self._quotas.is_active:
             self._shares.enter(generation, generation.caller, request.params.n)
             self._quotas.use_tokens(generation.caller, len(request.tokens), generation.admitted)
         self._idle.clear()
+
+    def _encode(self, request: messages.GenerateRequest) -> bytes:
+        """Encode a request. InvalidRequest if it does not fit a datagram."""
+        try:
+            data = messages.encode(request)
+        except OverflowError:
+            raise InvalidRequest("a number has more than 64 bits") from None
+        most = self.engine.max_bytes
+        if len(data) > most:
+            raise InvalidRequest(f"the request takes {len(data)} bytes; expected at most {most}")
+        return data
 
     def _close(self, request: int) -> Generation | None:
         """Close the request with this id and return it; None if it has ended before."""
@@ -133,16 +149,22 @@ class OpenGenerations:
 
     # The engine.
 
-    def engine_said(self, message: messages.FromEngine) -> None:
-        match message:
-            case messages.StepReport():
-                self._take(message)
-            case messages.PromptLogprobsChunk():
-                self._take_prompt(message)
-            case messages.RequestRefused():
-                self._refuse(message)
-            case messages.StepFailed():
-                self._fail(message.requests, BackendFailed(message.reason))
+    def received(self, datagram: memoryview) -> None:
+        """Handle a message of the engine."""
+        self.heard_at = self.engine.process.loop.time()
+        match messages.decode_from_engine(datagram):
+            case messages.StepReport() as report:
+                self.slowest_s = max(self.slowest_s, report.step_s)
+                self.metrics.step(report)
+                self._take(report)
+            case messages.PromptLogprobsChunk() as chunk:
+                self._take_prompt(chunk)
+            case messages.RequestRefused() as refusal:
+                self._refuse(refusal)
+            case messages.StepFailed() as failure:
+                self._fail(failure.requests, BackendFailed(failure.reason))
+            case message:
+                self.engine.loaded(message)
 
     def engine_ended(self, error: BackendFailed | NotReady) -> None:
         self._fail(tuple(self._open), error)

@@ -1,6 +1,6 @@
-"""Operations between the linear layers of a decoder, and sampling after the last one: by the
-kernels of `penstock.kernels` on GPUs, in plain torch elsewhere. Each takes its per-step inputs in
-tensors at fixed addresses, so that a CUDA graph can hold it. `fused` builds layers of them.
+"""Operations between the linear layers of a decoder, layers made of them, and sampling after the
+last one: by the kernels of `penstock.kernels` on GPUs, in plain torch elsewhere. Each takes its
+per-step inputs in tensors at fixed addresses, so that a CUDA graph can hold it.
 
 The tokens of a step are rows of an integer batch table: token, position and row of
 the block table; for rows that are sampled also the sampling parameters, and the row in which the
@@ -18,8 +18,11 @@ from torch.nn import functional as F
 from penstock.kernels import Paged, has_triton
 from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.llm import sampling
-from penstock.llm.models.decoder import rms_norm, rope, widen
-from penstock.llm.models.linear import AnyLinear, Fp8Linear, Small, in_fp8
+from penstock.llm.cache import Cache, attend_sdpa
+from penstock.llm.logits import without
+from penstock.llm.models.decoder import Decoder, rms_norm, rope, widen
+from penstock.llm.models.fp8 import Fp8Linear, in_fp8
+from penstock.llm.models.linear import AnyLinear, Linear, Small
 
 # Columns of the batch table. A token below 0 is the last one sampled in its row of the block table;
 # a position below 0 marks a padding row. The sampled token is stored for row `TARGET`, its own or
@@ -165,12 +168,47 @@ def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) ->
         if len(slots) == 0:
             out[number] = 0
             continue
-        keys, values = (each[slots].transpose(0, 1) for each in (paged.keys, paged.values))
-        mixed = F.scaled_dot_product_attention(
-            queries[number, :, None],
-            *(each.repeat_interleave(queries.shape[1] // len(each), 0) for each in (keys, values)),
-        )
-        out[number] = mixed[:, 0]
+        own = queries[number : number + 1]
+        out[number] = attend_sdpa(own, paged.keys[slots], paged.values[slots])[0]
+
+
+class Fused:
+    """Decoder over a paged KV cache; `table` [rows, blocks] is the block table. Computes the same
+    model as `Decoder.hidden`, with fewer passes over memory."""
+
+    def __init__(self, decoder: Decoder, cache: Cache, table: Tensor) -> None:
+        self._decoder = decoder
+        self._paged = [
+            Paged(keys, values, table, cache.block_size)
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+        self._head = Linear(decoder.head, None)
+
+    def hidden(self, tokens: Tensor, places: Places) -> Tensor:
+        """Return the final hidden states, [tokens, width], after the last RMSNorm."""
+        decoder, epsilon = self._decoder, self._decoder.shape.epsilon
+        layers = decoder.layers
+        x = F.embedding(tokens, decoder.embeddings)
+        y, x = add_norm(None, x, layers[0].first_norm, epsilon, layers[0].qkv)
+        for number, layer in enumerate(layers):
+            mixed = self._mixed(number, layer.qkv(y), places)
+            out = layer.out(to_input(mixed, layer.out))
+            y, x = add_norm(out, x, layer.last_norm, epsilon, layer.gate_up)
+            fed = layer.down(gate(layer.gate_up(y), layer.down))
+            after = layers[number + 1] if number + 1 < len(layers) else None
+            norm = decoder.norm if after is None else after.first_norm
+            linear = self._head if after is None else after.qkv
+            y, x = add_norm(fed, x, norm, epsilon, linear)
+        assert isinstance(y, Tensor)
+        return y
+
+    def _mixed(self, number: int, qkv: Tensor, places: Places) -> Tensor:
+        shape, paged = self._decoder.shape, self._paged[number]
+        norms = self._decoder.layers[number].head_norms
+        rope_to_cache(qkv, paged, places, self._decoder.rope_table, norms, shape.epsilon)
+        size = shape.head_size
+        queries = qkv[:, : shape.num_heads * size].unflatten(1, (shape.num_heads, size))
+        return attend(queries, paged, places).flatten(1)
 
 
 # Tokens.
@@ -197,6 +235,6 @@ def sample_rows(logits: Tensor, batch_table: Tensor, sampled: Tensor, last: Tens
     is_warm = temperatures[:, None] > 0
     warm = logits.float() / torch.where(is_warm, temperatures[:, None], 1.0)
     noise = sampling.noise(keys.long() & sampling.MASK, logits.shape[1])
-    tokens = torch.where(is_warm, sampling.without(warm, *cuts) + noise, warm).argmax(1).int()
+    tokens = torch.where(is_warm, without(warm, *cuts) + noise, warm).argmax(1).int()
     sampled.copy_(tokens)
     last[targets.long()] = tokens

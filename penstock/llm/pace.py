@@ -1,5 +1,5 @@
 """Step time model, fitted to past steps. It tells how many prompt tokens a step may compute without
-delaying decodes, and when a new request would get its first token.
+delaying decodes.
 
 Pure: times are passed in. A step has a fixed cost, and a cost for each prompt token, for each
 decoding sequence, and for each token of their context.
@@ -34,14 +34,8 @@ class StepWork:
     @property
     def features(self) -> Array:
         """Inputs of the fit, scaled to similar sizes for numerical stability."""
-        return np.array(
-            [
-                1.0,
-                self.num_prompt_tokens / 1e3,
-                self.num_generating / 1e2,
-                self.num_context_tokens / 1e5,
-            ]
-        )
+        prompt, decodes = self.num_prompt_tokens / 1e3, self.num_generating / 1e2
+        return np.array([1.0, prompt, decodes, self.num_context_tokens / 1e5])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +74,18 @@ class StepTimeModel:
     def step_s(self, work: StepWork) -> float:
         return float(self._solved() @ work.features)
 
-    def max_tokens(self, num_generating: int, num_context_tokens: int, limit: int) -> int:
-        """Return the token budget of a step with this many decodes: as many as keep the TPOT
-        target, at most `limit`."""
-        if self.targets.tpot_s is None or not num_generating or not self.is_known:
+    def max_tokens(self, decodes: StepWork, limit: int) -> int:
+        """Return the token budget of a step with these decodes: as many as keep the TPOT target, at
+        most `limit`."""
+        if self.targets.tpot_s is None or not decodes.num_generating or not self.is_known:
             return limit
-        left_s = self.targets.tpot_s - self.step_s(StepWork(0, num_generating, num_context_tokens))
-        per_token_s = float(self._solved()[1]) / 1e3
-        most = left_s / per_token_s if per_token_s > 0 else float(limit)
-        chunk = max(float(MIN_CHUNK), min(most, float(limit)))
-        return min(limit, num_generating + int(chunk))
+        left_s, token_s = self.targets.tpot_s - self.step_s(decodes), self.prompt_token_s
+        most = left_s / token_s if token_s > 0 else float(limit)
+        return min(limit, decodes.num_generating + int(max(MIN_CHUNK, min(most, limit))))
 
-    def first_token_s(self, num_tokens_before: int, num_prompt: int, running: StepWork) -> float:
-        """Predict the time to first token of a prompt of `num_prompt` tokens that arrives now,
-        behind `num_tokens_before` prompt tokens of others, while `running` decodes."""
-        limit = max(1, num_tokens_before + num_prompt)
-        budget = self.max_tokens(running.num_generating, running.num_context_tokens, limit)
-        chunk = max(1, budget - running.num_generating)
-        num_steps = -(-(num_tokens_before + num_prompt) // chunk)
-        whole = StepWork(0, running.num_generating, running.num_context_tokens)
-        per_token_s = float(self._solved()[1]) / 1e3
-        return num_steps * self.step_s(whole) + (num_tokens_before + num_prompt) * per_token_s
+    @property
+    def prompt_token_s(self) -> float:
+        return float(self._solved()[1]) / 1e3
 
     def _solved(self) -> Array:
         if self._costs is None:

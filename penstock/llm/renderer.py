@@ -15,26 +15,27 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from penstock.errors import (
     BackendFailed,
     Cancelled,
-    ConfigError,
     InvalidRequest,
     NotReady,
     Overloaded,
     PenstockError,
     TooLarge,
 )
-from penstock.llm import text_messages as messages
-from penstock.llm.messages import unpack_tokens
+from penstock.llm import messages
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s
+from penstock.processes.parts import Joiner, split
+from penstock.processes.restarted import RestartedProcess
+from penstock.processes.restarts import backoff_s
+from penstock.wire.frames import StartFailed, Stop
 
 log = logging.getLogger("penstock.llm")
 RendererLife: StartLife = partial(ProcessLife, module="penstock.llm.renderer_main")
@@ -49,6 +50,7 @@ MAX_SHORT = 2000
 # Limit on the characters of all jobs: about those of one request body.
 MAX_WAITING_SIZE = 1 << 26
 STOP_S = 2.0
+ERRORS = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +67,6 @@ class TextLimits:
     # Limit of unfinished jobs; further ones are refused.
     max_waiting: int = 1024
 
-    def of(self, num_chars: int) -> float:
-        """Return the time limit of a job of this size, in seconds."""
-        return self.job_s + self.char_s * num_chars
-
-
-@dataclass(frozen=True, slots=True)
-class TextSource:
-    """Settings of the tokenizer and chat template that a renderer loads."""
-
-    path: str
-    is_made_up: bool = False
-    # Special tokens within messages are special, not text.
-    parses_special: bool = False
-
 
 class Asker(Protocol):
     """Receiver of a job's outcome; called on the event loop."""
@@ -90,9 +78,10 @@ class Asker(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RenderJob:
-    message: messages.EncodeTexts | messages.EncodeChat
+    message: messages.EncodeJob
     asker: Asker
     size: int
+    limit_s: float
     lane: Lane
     # Processes that died while it ran.
     num_deaths: int = 0
@@ -119,93 +108,60 @@ class Renderer:
     def __init__(
         self,
         name: str,
-        source: TextSource,
+        source: messages.TextSource,
         limits: TextLimits | None = None,
         start_life: StartLife = RendererLife,
     ) -> None:
         self.name = name
-        self.num_restarts = 0
         self._source = source
         self._limits = limits or TextLimits()
-        self._start_life = start_life
-        self._loop: asyncio.AbstractEventLoop
+        (stop,) = split(messages.encode(Stop()))
+        self.process = RestartedProcess[Vocabulary](
+            "renderer process", self, start_life, self._receive, stop, self._limits.load_s
+        )
         self._numbers = itertools.count()
         self._queues: dict[Lane, deque[RenderJob]] = {lane: deque() for lane in SLOTS}
         self._suspects: deque[RenderJob] = deque()
         self._sent: dict[int, RenderJob] = {}
-        self._child: ChildProcess | None = None
-        self._joiner = messages.Joiner()
-        self._is_ready = False
-        self._is_stopping = False
+        self._joiner = Joiner()
         # The job whose time limit the process is being killed for.
         self._overdue: RenderJob | None = None
-        self._problems: Sequence[str] = ()
-        self._num_deaths = 0
-        # Limits the load of a process, then delays the next start after a death.
-        self._timer: asyncio.TimerHandle | None = None
-        self._loaded: asyncio.Future[Vocabulary] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-
-    # Lifecycle.
-
-    async def start(self) -> Vocabulary:
-        """Start the process and return the vocabulary; raise ConfigError if it cannot load."""
-        self._loop = asyncio.get_running_loop()
-        self._loaded = self._loop.create_future()
-        self._launch()
-        return await self._loaded
 
     async def drain(self) -> None:
         """Wait until every job has an answer."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        self._is_stopping = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._loaded is not None:
-            self._loaded.cancel()
+        self.process.stop()
         self._fail_all(NotReady(f"model '{self.name}' is unloaded"))
-        if self._child is not None:
-            self._send(messages.StopText())
-            await self._child.wait(STOP_S)
-
-    @property
-    def pid(self) -> int:
-        return 0 if self._child is None else self._child.life.pid
+        await self.process.wait(STOP_S)
 
     # Jobs.
 
     def encode(self, texts: Sequence[str], is_whole: bool, asker: Asker) -> None:
-        """Encode texts; raise Overloaded if too many jobs wait. The asker gets every other
-        outcome."""
+        """Encode texts; raise Overloaded if too many jobs wait. The asker gets the outcome."""
         message = messages.EncodeTexts(next(self._numbers), list(texts), is_whole)
-        size = sum(map(len, texts))
-        self._submit(RenderJob(message, asker, size, "long" if size > MAX_SHORT else "short"))
+        self._submit(message, sum(map(len, texts)), "short", asker)
 
-    def encode_chat(
-        self,
-        asked: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        max_chars: int,
-        asker: Asker,
-    ) -> None:
+    def encode_chat(self, asked: object, options: object, max_chars: int, asker: Asker) -> None:
         """Like `encode`, for messages. The template may produce at most `max_chars` characters."""
         told, settings = msgspec.json.encode(asked), msgspec.json.encode(options)
         message = messages.EncodeChat(next(self._numbers), told, settings, max_chars)
-        size = len(told) + len(settings)
-        self._submit(RenderJob(message, asker, size, "long" if size > MAX_SHORT else "chat"))
+        self._submit(message, len(told) + len(settings), "chat", asker)
 
-    def _submit(self, job: RenderJob) -> None:
-        if self._is_stopping:
+    def _submit(self, message: messages.EncodeJob, size: int, lane: Lane, asker: Asker) -> None:
+        if self.process.is_stopping:
             raise NotReady(f"model '{self.name}' is unloaded")
         jobs = list(self._jobs())
         if len(jobs) >= self._limits.max_waiting:
             raise Overloaded(f"{len(jobs)} texts wait to be encoded")
-        if jobs and sum(each.size for each in jobs) + job.size > MAX_WAITING_SIZE:
+        if jobs and sum(each.size for each in jobs) + size > MAX_WAITING_SIZE:
             raise Overloaded(f"texts of {MAX_WAITING_SIZE} characters wait to be encoded")
-        self._queues[job.lane].append(job)
+        lane = "long" if size > MAX_SHORT else lane
+        limit_s = self._limits.job_s + self._limits.char_s * size
+        self._queues[lane].append(RenderJob(message, asker, size, limit_s, lane))
         self._idle.clear()
         self._pump()
 
@@ -216,7 +172,7 @@ class Renderer:
             yield from queue
 
     def _pump(self) -> None:
-        if not self._is_ready or any(job.num_deaths for job in self._sent.values()):
+        if not self.process.is_ready or any(job.num_deaths for job in self._sent.values()):
             return
         # One at a time, and before all others.
         while self._suspects and not self._sent:
@@ -231,14 +187,15 @@ class Renderer:
 
     def _run(self, job: RenderJob) -> bool:
         """Send it, unless its client has disconnected; return whether it was sent."""
+        loop = self.process.loop
         if job.asker.is_gone():
-            self._loop.call_soon(self._tell, job, Cancelled("the client left"))
+            loop.call_soon(self._tell, job, Cancelled("the client left"))
             return False
         self._sent[job.message.job] = job
         job.is_slow = False
         job.timers = [
-            self._loop.call_later(self._limits.of(job.size), self._end_overdue, job),
-            self._loop.call_later(SLOW_S, self._give_up_slot, job),
+            loop.call_later(job.limit_s, self._end_overdue, job),
+            loop.call_later(SLOW_S, self._give_up_slot, job),
         ]
         self._send(job.message)
         return True
@@ -250,15 +207,14 @@ class Renderer:
             self._pump()
 
     def _end_overdue(self, job: RenderJob) -> None:
-        if self._child is not None:
-            self._child.read()  # The event loop may be late: the answer may have arrived.
+        if self.process.child is not None:
+            self.process.child.read()  # The event loop may be late: the answer may have arrived.
         if job.message.job not in self._sent:
             return
         text = "%s: %s took longer than %.3g s; ending the renderer process"
-        limit_s = self._limits.of(job.size)
-        log.error(text, self.name, job.what, limit_s, extra={"model": self.name})
+        log.error(text, self.name, job.what, job.limit_s, extra={"model": self.name})
         self._overdue = job
-        self._kill()
+        self.process.kill()
 
     def _finish(self, number: int, outcome: list[list[int]] | PenstockError) -> None:
         job = self._sent.pop(number, None)
@@ -290,91 +246,40 @@ class Renderer:
 
     # The process.
 
-    def _launch(self) -> None:
-        self._problems = ()
-        self._joiner = messages.Joiner()
-        try:
-            self._child = ChildProcess(self._loop, self._start_life, self._receive, self._died)
-        except OSError as error:
-            self._ended(f"cannot be started ({error})")
-            return
-        self._timer = self._loop.call_later(self._limits.load_s, self._end_load)
-        source, memory_bytes = self._source, self._limits.memory_bytes
-        self._send(
-            messages.LoadText(
-                messages.VERSION,
-                source.path,
-                source.is_made_up,
-                source.parses_special,
-                memory_bytes,
-            )
-        )
-
-    def _end_load(self) -> None:
-        self._problems = (f"tokenizer: loading took longer than {self._limits.load_s:g} s",)
-        self._kill()
-
-    def _kill(self) -> None:
-        if self._child is not None:
-            self._child.life.kill()
+    def launched(self, child: ChildProcess) -> None:
+        self._joiner = Joiner()
+        memory_bytes = self._limits.memory_bytes
+        self._send(messages.LoadText(messages.VERSION, self._source, memory_bytes))
 
     def _send(self, message: messages.ToRenderer) -> None:
-        if self._child is not None:
-            for datagram in messages.encode(message):
-                self._child.send(datagram)
+        if self.process.child is not None:
+            for datagram in split(messages.encode(message)):
+                self.process.child.send(datagram)
 
     def _receive(self, datagram: memoryview) -> None:
         data = self._joiner.add(bytes(datagram))
-        if data is not None:
-            self._handle(messages.decode_from_renderer(data))
+        if data is None:
+            return
+        match messages.decode_from_renderer(data):
+            case messages.Encoded(job, tokens):
+                self._finish(job, [messages.pack_tokens(each).tolist() for each in tokens])
+            case messages.NotEncoded(job, kind, reason):
+                self._finish(job, ERRORS[kind](reason))
+            case StartFailed(problems):
+                self.process.problems = problems
+                self.process.kill()
+            case messages.TextReady() as message:
+                self.process.become_ready(message.vocabulary)
+                self._pump()
 
-    def _handle(self, message: messages.FromRenderer) -> None:
-        match message:
-            case messages.Encoded():
-                self._finish(message.job, [unpack_tokens(each).tolist() for each in message.tokens])
-            case messages.NotEncoded():
-                kinds = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
-                self._finish(message.job, kinds[message.kind](message.reason))
-            case messages.TextFailed():
-                self._problems = message.problems
-                self._kill()
-            case messages.TextReady():
-                self._become_ready(message.vocabulary)
-
-    def _become_ready(self, vocabulary: Vocabulary) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._is_ready, self._num_deaths = True, 0
-        if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_result(vocabulary)
-        self._pump()
-
-    def _died(self, reason: str) -> None:
-        self._child = None
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._is_stopping:
-            self._ended(reason)
-
-    def _ended(self, reason: str) -> None:
-        was_ready, self._is_ready = self._is_ready, False
+    def ended(self, reason: str, was_ready: bool) -> float:
         if was_ready:
             self._judge(reason)
-            delay_s = 0.0
-        else:
-            self._num_deaths += 1
-            problem = "; ".join(self._problems) or f"the renderer process {reason} while loading"
-            if self._loaded is not None and not self._loaded.done():
-                if self._problems or self._num_deaths >= MAX_LOAD_DEATHS:
-                    self._loaded.set_exception(ConfigError(self._problems or [problem]))
-                    return
-            else:
-                self._fail_all(NotReady(f"model '{self.name}' cannot encode texts: {problem}"))
-            delay_s = backoff_s(self._num_deaths + 1)
-        self.num_restarts += 1
-        text = "%s: the renderer process %s; restart in %.1f s"
-        log.warning(text, self.name, reason, delay_s, extra={"model": self.name})
-        self._timer = self._loop.call_later(delay_s, self._launch)
+        elif self.process.was_loaded:
+            problem = "; ".join(self.process.problems)
+            problem = problem or f"the renderer process {reason} while loading"
+            self._fail_all(NotReady(f"model '{self.name}' cannot encode texts: {problem}"))
+        return backoff_s(self.process.num_deaths)
 
     def _judge(self, reason: str) -> None:
         """Fail the job that killed the process and run the others again; if several jobs may be to
@@ -388,8 +293,8 @@ class Renderer:
             jobs.remove(overdue)
             for job in reversed(jobs):
                 self._queues[job.lane].appendleft(job)
-            limit_s = self._limits.of(overdue.size)
-            text = f"the model's {overdue.what} took longer than {limit_s:.3g} s and was stopped"
+            what, limit_s = overdue.what, overdue.limit_s
+            text = f"the model's {what} took longer than {limit_s:.3g} s and was stopped"
             self._tell(overdue, BackendFailed(text))
         elif len(jobs) == 1:
             text = f"the model's {jobs[0].what} ended its process, which {reason}"

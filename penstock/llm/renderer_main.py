@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -26,10 +25,12 @@ from penstock.errors import (
     describe_error,
     error_text,
 )
-from penstock.llm import text_messages as messages
-from penstock.llm.messages import pack_tokens
-from penstock.llm.text import Text, read_text
-from penstock.processes.start import begin_life, take_part
+from penstock.llm import messages
+from penstock.llm.text import Text
+from penstock.llm.text_files import read_text
+from penstock.processes.parts import PART_BYTES, Joiner, split
+from penstock.processes.start import begin_life, limit_memory, take_part
+from penstock.wire.frames import StartFailed, Stop
 
 log = logging.getLogger("penstock.text")
 # All that the core sends at once: its slots, and the slow jobs that run without one.
@@ -39,6 +40,7 @@ MAX_ERROR_CHARS = 500
 SWITCH_S = 0.0005
 # Switch of the library's own threads: each job is one text, which they cannot share.
 PARALLELISM = "TOKENIZERS_PARALLELISM"
+KINDS: Mapping[type, messages.Failure] = {TooLarge: "too_large", InvalidRequest: "invalid"}
 _json = msgspec.json.Decoder()
 
 
@@ -50,24 +52,24 @@ class RendererProcess:
     ) -> None:
         self._sock = sock
         self._limit_memory = limit_memory
-        self._joiner = messages.Joiner()
+        self._joiner = Joiner()
         self._lock = threading.Lock()
         self._text: Text | None = None
 
     def serve(self) -> None:
-        """Serve until the core closes the socket or sends StopText."""
+        """Serve until the core closes the socket or sends Stop."""
         with ThreadPoolExecutor(NUM_THREADS, "render") as threads:
             while (message := self._receive()) is not None:
                 match message:
                     case messages.LoadText():
                         self._load(message)
-                    case messages.StopText():
+                    case Stop():
                         break
                     case messages.EncodeTexts() | messages.EncodeChat():
                         threads.submit(self._run, message)
 
     def _receive(self) -> messages.ToRenderer | None:
-        while datagram := self._sock.recv(messages.PART_BYTES + 1):
+        while datagram := self._sock.recv(PART_BYTES + 1):
             data = self._joiner.add(datagram)
             if data is not None:
                 return messages.decode_to_renderer(data)
@@ -79,44 +81,33 @@ class RendererProcess:
                 text = f"the core speaks version {message.version}, not {messages.VERSION}"
                 raise ConfigError([text])
             self._limit_memory(message.memory_bytes)
+            source = message.source
             self._text = read_text(
-                message.path,
-                is_made_up=message.is_made_up,
-                parses_special=message.parses_special,
+                source.path, is_made_up=source.is_made_up, parses_special=source.parses_special
             )
             vocabulary = self._text.vocabulary
         except ConfigError as error:
-            self._send(messages.TextFailed(error.problems))
+            self._send(StartFailed(error.problems))
             return
         except Exception as error:  # Any error of a library is the answer to LoadText.
             log.exception("the tokenizer cannot be loaded")
             text = f"tokenizer: {describe_error(error)}"[:MAX_ERROR_CHARS]
-            self._send(messages.TextFailed((text,)))
+            self._send(StartFailed((text,)))
             return
         self._limit_memory(message.memory_bytes)
         take_part()
         self._send(messages.TextReady(messages.VERSION, vocabulary))
 
-    def _run(self, message: messages.EncodeTexts | messages.EncodeChat) -> None:
+    def _run(self, message: messages.EncodeJob) -> None:
         try:
-            found = [pack_tokens(tokens).tobytes() for tokens in self._tokens(message)]
+            found = [messages.pack_tokens(tokens).tobytes() for tokens in self._tokens(message)]
             self._send(messages.Encoded(message.job, found))
         except OSError:
             pass  # The core has gone.
-        except TooLarge as error:
-            self._send(messages.NotEncoded(message.job, "too_large", error_text(error)))
-        except InvalidRequest as error:
-            self._send(messages.NotEncoded(message.job, "invalid", error_text(error)))
-        except PenstockError as error:
-            self._send(messages.NotEncoded(message.job, "failed", error_text(error)))
-        except MemoryError:
-            reason = "the tokenizer needs more memory than it may use"
-            self._send(messages.NotEncoded(message.job, "failed", reason))
-        except BaseException:  # Also panics of the library, which are not Exceptions.
-            log.exception("a text cannot be encoded")
-            self._send(messages.NotEncoded(message.job, "failed", "the tokenizer failed"))
+        except BaseException as error:  # Also panics of the library, which are not Exceptions.
+            self._send(_failure(message.job, error))
 
-    def _tokens(self, message: messages.EncodeTexts | messages.EncodeChat) -> Sequence[list[int]]:
+    def _tokens(self, message: messages.EncodeJob) -> Sequence[list[int]]:
         text = self._text
         assert text is not None, "jobs come after LoadText"
         if isinstance(message, messages.EncodeTexts):
@@ -126,23 +117,18 @@ class RendererProcess:
 
     def _send(self, message: messages.FromRenderer) -> None:
         with self._lock:
-            for datagram in messages.encode(message):
+            for datagram in split(messages.encode(message)):
                 self._sock.send(datagram)
 
 
-def limit_memory(num_bytes: int) -> None:
-    """Limit the process to `num_bytes` more data than it has now."""
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    most = _data_bytes() + num_bytes
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-
-
-def _data_bytes() -> int:
-    with open("/proc/self/status") as file:
-        (line,) = (line for line in file if line.startswith("VmData:"))
-    return int(line.split()[1]) << 10
+def _failure(job: int, error: BaseException) -> messages.NotEncoded:
+    if isinstance(error, PenstockError):
+        return messages.NotEncoded(job, KINDS.get(type(error), "failed"), error_text(error))
+    if isinstance(error, MemoryError):
+        reason = "the tokenizer needs more memory than it may use"
+        return messages.NotEncoded(job, "failed", reason)
+    log.error("a text cannot be encoded", exc_info=error)
+    return messages.NotEncoded(job, "failed", "the tokenizer failed")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ task.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
@@ -15,13 +14,11 @@ from torch import Tensor
 
 from penstock.llm.batched_attention import KvBuckets
 from penstock.llm.cache import Cache
+from penstock.llm.logits import SamplingRow, prompt_logprobs
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.sampling import Sampled, SamplingRow, sample
+from penstock.llm.sampling import Sampled, sample
 from penstock.llm.scheduler import BatchStep, Chunk
-
-# Prompt positions whose logits are computed at a time: a vocabulary is large.
-MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +37,20 @@ class SampledStep:
 
     @property
     def logprobs(self) -> list[Logprobs | None]:
-        sampled = self.sampled
-        if sampled.logprobs is None:
-            return [None] * len(sampled.tokens)
-        own: list[float] = sampled.logprobs.tolist()
-        tokens: list[list[int]] = [[]] * len(own)
-        logprobs: list[list[float]] = [[]] * len(own)
-        if sampled.top_tokens is not None and sampled.top_logprobs is not None:
-            tokens, logprobs = sampled.top_tokens.tolist(), sampled.top_logprobs.tolist()
+        own, top = self.sampled.logprobs, self.sampled.top
+        if own is None or top is None:
+            return [None] * len(self.sampled.tokens)
+        parts = own.tolist(), top.indices.tolist(), top.values.tolist()
         return [
-            None
-            if num is None
-            else Logprobs(own[place], tokens[place][:num], logprobs[place][:num])
-            for place, num in enumerate(self.wanted)
+            None if num is None else Logprobs(logprob, tokens[:num], logprobs[:num])
+            for num, logprob, tokens, logprobs in zip(self.wanted, *parts, strict=True)
         ]
 
 
 class CpuRunner:
     """Synchronous runner, on the calling thread."""
+
+    num_ahead = 0
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self._decoder = decoder
@@ -73,7 +66,9 @@ class CpuRunner:
         with torch.inference_mode():
             attention = self._buckets.attention(step)
             hidden = self._decoder.hidden(torch.tensor(tokens), positions, attention)
-            prompts = prompt_logprobs(step, hidden, self._decoder.logits)
+            prompts: Many[PromptLogprobsChunk] = ()
+            if any(chunk.sequence.params.num_prompt_logprobs is not None for chunk in step.chunks):
+                prompts = prompt_logprobs(step, hidden, self._decoder.logits)
             return SampledStep(self._sample(step, hidden), wanted, prompts)
 
     def _sample(self, step: BatchStep, hidden: Tensor) -> Sampled:
@@ -86,42 +81,6 @@ class CpuRunner:
         if not rows:
             return Sampled(torch.empty(0, dtype=torch.int64))
         return sample(self._decoder.logits(hidden[places]), rows)
-
-
-def prompt_logprobs(
-    step: BatchStep, hidden: Tensor, logits: Callable[[Tensor], Tensor]
-) -> list[PromptLogprobsChunk]:
-    """Return the prompt logprobs of the requests that want them."""
-    found: list[PromptLogprobsChunk] = []
-    first = 0
-    for chunk in step.chunks:
-        sequence, count = chunk.sequence, num_followed(chunk)
-        num = sequence.params.num_prompt_logprobs
-        if num is not None and count > 0:
-            logprobs: list[Logprobs] = []
-            for start in range(0, count, MAX_ROWS):
-                end = min(start + MAX_ROWS, count)
-                tokens = sequence.tokens[chunk.start + start + 1 : chunk.start + end + 1]
-                logprobs += token_logprobs(logits(hidden[first + start : first + end]), tokens, num)
-            found.append(PromptLogprobsChunk(sequence.request, chunk.start + 1, logprobs))
-        first += chunk.count
-    return found
-
-
-def num_followed(chunk: Chunk) -> int:
-    """Return how many tokens of the chunk are followed by a prompt token."""
-    return min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start
-
-
-def token_logprobs(logits: Tensor, tokens: Many[int], num: int) -> list[Logprobs]:
-    """Return the logprob of each token from its row of logits, with the `num` most likely
-    tokens."""
-    logprobs = logits.float().log_softmax(1)
-    index = torch.tensor(tokens, device=logits.device)[:, None]
-    own: list[float] = logprobs.gather(1, index)[:, 0].tolist()
-    top = logprobs.topk(num, 1)
-    rows = zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
-    return [Logprobs(*row) for row in rows]
 
 
 def row_of(chunk: Chunk) -> SamplingRow:

@@ -10,7 +10,7 @@ out, the sequence of the lowest rank is preempted and computed again later.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -126,7 +126,18 @@ class Scheduler:
         tokens = iter(sampled)
         new: list[tuple[Sequence, int]] = []
         for chunk in step.chunks:
-            new.extend(self._commit(chunk, tokens))
+            sequence, token = chunk.sequence, next(tokens) if chunk.is_sampled else None
+            if sequence.state == "ended":
+                continue
+            if sequence.num_evictions == chunk.num_evictions:
+                self._name(sequence, chunk.end)
+                sequence.num_computed = chunk.end
+            if token is not None:
+                sequence.num_ahead -= 1
+                sequence.tokens.append(token)
+                if reason := sequence.ends_with(token):
+                    self.end(sequence, reason)
+                new.append((sequence, token))
         return new
 
     def note_begun(self, step: BatchStep, now: float) -> None:
@@ -160,8 +171,7 @@ class Scheduler:
                 self._plan_chunk(step, sequence, count)
 
     def _admit(self, step: BatchStep, most: int, shares: Mapping[int, int]) -> None:
-        """Admit by rank: a sequence that does not fit blocks those behind it, so that long prompts
-        cannot starve."""
+        """Admit by rank; one that does not fit blocks the others, so long prompts cannot starve."""
         while step.num_tokens < most and len(self.running) < self.limits.max_sequences:
             sequence = self._first_due()
             if sequence is None or not self._begin(sequence):
@@ -252,25 +262,6 @@ class Scheduler:
         sequence.blocks = []
         sequence.num_computed = sequence.num_planned = 0
         sequence.num_evictions += 1
-
-    # Commit.
-
-    def _commit(self, chunk: Chunk, tokens: Iterator[int]) -> Iterator[tuple[Sequence, int]]:
-        sequence = chunk.sequence
-        token = next(tokens) if chunk.is_sampled else None
-        if sequence.state == "ended":
-            return
-        if sequence.num_evictions == chunk.num_evictions:
-            self._name(sequence, chunk.end)
-            sequence.num_computed = chunk.end
-        if token is None:
-            return
-        sequence.num_ahead -= 1
-        sequence.tokens.append(token)
-        reason = sequence.ends_with(token)
-        if reason:
-            self.end(sequence, reason)
-        yield sequence, token
 
     def _name(self, sequence: Sequence, num_computed: int) -> None:
         """Register the blocks that are now full in the prefix cache."""

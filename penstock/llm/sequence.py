@@ -76,8 +76,7 @@ class Sequence:
         return len(self.tokens) + self.num_ahead - self.num_planned
 
     def keys(self, num_tokens: int, block_size: int) -> list[bytes]:
-        """Return the keys of the full blocks among the first `num_tokens` tokens, which are
-        known."""
+        """Return the keys of the full blocks among the first `num_tokens` known tokens."""
         for start in range(len(self._keys) * block_size, num_tokens - block_size + 1, block_size):
             parent = self._keys[-1] if self._keys else first_key(self.params.cache_salt)
             self._keys.append(next_key(parent, self.tokens[start : start + block_size]))

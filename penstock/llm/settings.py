@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.config import CPU, ModelConfig
+from penstock.config import CPU, LLM, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.messages import EngineSettings
 from penstock.repository.layout import GGUF
@@ -19,7 +20,8 @@ ON_GPUS, ON_CPUS = ("fp8",), ("int8", "int4")
 # Longer than any model: the model's own length applies.
 LONGEST = 1 << 24
 
-
+# Packages that the engine and the renderer import.
+PACKAGES = ("torch", "tokenizers")
 # Default, least and largest value.
 NUMBERS: Mapping[str, tuple[float, float, float]] = {
     # Larger blocks make block tables shorter, smaller ones share more of prompts.
@@ -84,7 +86,7 @@ def settings_of(config: ModelConfig) -> EngineSettings:
     return EngineSettings(
         path=str(path_of(config)),
         device=config.device,
-        dtype=_dtype(dtype, config.device),
+        dtype=dtype if dtype != "auto" else ("float32", "bfloat16")[place],
         num_threads=int(numbers["threads"]) or len(os.sched_getaffinity(0)),
         block_size=int(numbers["block_size"]),
         cache_bytes=int(numbers["kv_cache_bytes"]),
@@ -110,12 +112,6 @@ def path_of(config: ModelConfig) -> Path:
     return artifact if artifact.suffix == GGUF or is_alone else artifact.parent
 
 
-def _dtype(asked: str, device: str) -> str:
-    if asked == "auto":
-        return "float32" if device == CPU else "bfloat16"
-    return asked
-
-
 def _flag(config: ModelConfig, name: str, problems: list[str]) -> bool:
     given = config.options.get(f"{PREFIX}{name}", "false")
     if given not in ("true", "false"):
@@ -138,3 +134,11 @@ def _number(config: ModelConfig, name: str, problems: list[str]) -> float:
         problems.append(f"parameters.{key}: '{given}'; expected {what} from {least:g} to {most:g}")
         return default
     return value
+
+
+def check_packages() -> None:
+    """ConfigError if a package is missing, before a process starts that could only fail."""
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            problem = f"backend: '{LLM}' needs the package '{package}', which is not installed"
+            raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it'])

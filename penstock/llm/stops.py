@@ -20,8 +20,7 @@ class StopTexts:
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
-        """Return the text that may be sent now. Must not be called after a stop string was
-        found."""
+        """Return the text that may be sent now. Not to be called once one was found."""
         assert self.found is None
         if not self._texts:
             return piece
@@ -40,8 +39,7 @@ class StopTexts:
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """Return the match that ends first, the longest of several, as if characters came one by
-        one."""
+        """Return the match that ends first, and the longest of several."""
         hits = [(place, each) for each in self._texts if (place := text.find(each)) >= 0]
         if not hits:
             return None

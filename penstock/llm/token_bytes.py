@@ -1,11 +1,8 @@
 """The bytes of each token, and the text of a token stream.
 
-A `Vocabulary` is plain data: it holds no tokenizer and runs no code of a model folder, so the core
-can use it on its event loop. `read_vocabulary` makes one from a tokenizer, in the process that
-reads the model folder. The text of a sequence is the concatenation of its tokens' bytes, so text
-that was sent never changes. This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen) and for
-SentencePiece tokenizers with byte fallback (Llama 2, Mistral). Only bytes that are not UTF-8 are
-replaced; for the latter, the tokenizers library also replaces the bytes next to them.
+A `Vocabulary` is plain data (see `token_reader`): it runs no code of a model folder, so the core
+can use it on its event loop. The text of a sequence is the concatenation of its tokens' bytes, so
+text that was sent never changes. Only bytes that are not UTF-8 are replaced.
 
 `tokenizers.decoders.DecodeStream` gives the same text (0.23.3), but needs the tokenizer, whose
 decoder comes from the model folder, in the core.
@@ -14,20 +11,12 @@ decoder comes from the model folder, in the core.
 from __future__ import annotations
 
 import codecs
-import json
-import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-# How tokenizers with byte fallback write the token of a byte.
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # Bytes of the longest character in UTF-8.
 MAX_CHARACTER_BYTES = 4
 END_TYPE: Literal["I"] = "I"
@@ -54,10 +43,6 @@ class Vocabulary:
     longest_token: int = 1
 
     @property
-    def has_template(self) -> bool:
-        return bool(self.template)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.ends) // array(END_TYPE).itemsize
 
@@ -65,8 +50,7 @@ class Vocabulary:
         return token not in self.special and bool(self.piece(token))
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a token that follows others; the name of a special token; empty if
-        unknown."""
+        """Return the bytes of a token within a text, or the name of a special one, or nothing."""
         ends = memoryview(self.ends).cast(END_TYPE)
         if not 0 <= token < len(ends):
             return b""
@@ -130,101 +114,8 @@ class Detokenizer:
         return self._visible(self._characters.decode(b"", final=True))
 
     def _visible(self, text: str) -> str:
-        """Drop a replaced character that the prompt began: it belongs to the prompt unless
-        completed."""
+        """Drop a replaced character that the prompt began and nothing completed."""
         if not self._is_broken or not text:
             return text
         self._is_broken = False
         return text.removeprefix("\ufffd")
-
-
-# From a tokenizer.
-
-
-def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Return the vocabulary, without what only the model's other files say."""
-    reader = _TokenReader(tokenizer)
-    names = tokenizer.get_vocab()
-    num_tokens = max(names.values(), default=-1) + 1
-    pieces = [reader.piece(token) for token in range(num_tokens)]
-    first = {
-        token: found
-        for token, piece in enumerate(pieces)
-        if (found := reader.first_piece(token, piece)) != piece
-    }
-    data, ends = pack(pieces)
-    longest = max(map(len, names), default=1)
-    return Vocabulary(data, ends, first, frozenset(reader.special), longest_token=longest)
-
-
-class _TokenReader:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        kinds = _decoder_kinds(tokenizer)
-        self._has_letters = kinds == {"ByteLevel"}
-        self._has_bytes = "ByteFallback" in kinds
-        added = tokenizer.get_added_tokens_decoder()
-        self.special = {number for number, token in added.items() if token.special}
-        self._word = self._find_word()
-
-    def piece(self, token: int) -> bytes:
-        name = self._tokenizer.id_to_token(token)
-        if name is None:
-            return b""
-        if token in self.special:
-            return str(name).encode()
-        if self._has_letters:
-            return _bytes_of_letters(name)
-        if self._has_bytes and (match := BYTE.fullmatch(name)):
-            return bytes([int(match[1], 16)])
-        word = self._word
-        before, text = (self._tokenizer.decode(each) for each in (word, [*word, token]))
-        return str(text[len(before) :]).encode()
-
-    def first_piece(self, token: int, piece: bytes) -> bytes:
-        # Byte-level tokens are the same everywhere.
-        if self._has_letters or token in self.special or not piece:
-            return piece
-        try:
-            piece.decode()
-        except UnicodeDecodeError:  # Part of a character, so not a space.
-            return piece
-        return str(self._tokenizer.decode([token])).encode()
-
-    def _find_word(self) -> list[int]:
-        """Return a token with text, to decode others after it; empty for byte-level tokenizers."""
-        if self._has_letters:
-            return []
-        for token in range(self._tokenizer.get_vocab_size()):
-            name = self._tokenizer.id_to_token(token)
-            is_word = name and token not in self.special and not BYTE.fullmatch(name)
-            if is_word and self._tokenizer.decode([token]).strip():
-                return [token]
-        return []
-
-
-def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
-    if tokenizer.decoder is None:
-        return set()
-    state = json.loads(tokenizer.decoder.__getstate__())
-    return {each["type"] for each in state.get("decoders", [state])}
-
-
-@cache
-def letters_of_bytes() -> dict[str, int]:
-    """Return the byte of each letter of GPT-2's byte encoding: visible characters stand for
-    themselves, other bytes get characters from 256 on."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
-    shown += range(ord("®"), ord("ÿ") + 1)
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {
-        chr(256 + place): byte for place, byte in enumerate(hidden)
-    }
-
-
-def _bytes_of_letters(name: str) -> bytes:
-    letters = letters_of_bytes()
-    if all(letter in letters for letter in name):
-        return bytes(letters[letter] for letter in name)
-    # An added token, stored as plain text.
-    return name.encode()

@@ -48,8 +48,7 @@ def apply(
     environment: MutableMapping[str, str] = os.environ,
     measure: Callable[[], CpuLoad] | None = None,
 ) -> str:
-    """Set the policy for libraries loaded from now on, unless the operator did; return it with the
-    reason."""
+    """Set the policy, unless the operator did; return it with the reason."""
     if VARIABLE in environment:
         return f"{environment[VARIABLE]} (set by {VARIABLE})"
     policy, reason = choose((measure or measure_load)(), num_threads)

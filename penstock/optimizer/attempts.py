@@ -86,7 +86,7 @@ class Attempts:
         """Return the shapes within the SLO's memory limit; all if none is known to fit."""
         slo = self.evaluator.run.plan.slo
         found = shapes(pass_context(self.evaluator.run, contender))
-        limits = [term.max_bytes for term in slo.terms if isinstance(term, Memory)]
+        limits = [term.limit for term in slo.terms if isinstance(term, Memory)]
         if not limits:
             return found
         config = contender.build.config

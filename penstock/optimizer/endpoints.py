@@ -19,8 +19,7 @@ import numpy as np
 import psutil
 
 from penstock.benchmark.pacer import Load
-from penstock.benchmark.plan import BenchPlan
-from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.plan import BenchPlan, LevelProgress
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.targets import TargetSpec

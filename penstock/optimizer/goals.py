@@ -23,9 +23,9 @@ def required_rate(slo: Slo, price_per_hour: float | None) -> float:
     rates = [0.0 if slo.rate is None else slo.rate.per_s]
     for term in slo.terms:
         if isinstance(term, Throughput):
-            rates.append(term.min_per_s)
+            rates.append(term.limit)
         elif isinstance(term, Cost) and price_per_hour is not None:
-            rates.append(price_per_hour / 3600 * 1e6 / term.max_per_million)
+            rates.append(price_per_hour / 3600 * 1e6 / term.limit)
     return max(rates)
 
 

@@ -240,7 +240,7 @@ def load_of(slo: Slo) -> Load:
     fewer requests than asked for, whatever the server does."""
     if slo.rate is not None:
         return _open(slo.rate.per_s, slo)
-    asked = [term.min_per_s for term in slo.terms if isinstance(term, Throughput)]
+    asked = [term.limit for term in slo.terms if isinstance(term, Throughput)]
     if not asked:
         return Closed(1)
     is_timed = any(isinstance(term, Latency | Goodput) for term in slo.terms)

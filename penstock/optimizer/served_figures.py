@@ -27,7 +27,7 @@ from penstock.optimizer.results import (
     TermVerdict,
     Turn,
 )
-from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
+from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term
 
 
 @dataclass(slots=True)
@@ -177,17 +177,10 @@ def _verdicts(rounds: Sequence[Sequence[Window]], num_bytes: int, plan: Plan) ->
 
 
 def _verdict(term: Term, measured: Interval | None) -> TermVerdict:
-    match term:
-        case Latency():
-            limit, unit = term.limit_s, "s"
-        case Throughput():
-            limit, unit = term.min_per_s, "/s"
-        case Goodput():
-            limit, unit = term.min_percent, "%"
-        case Memory():
-            limit, unit = float(term.max_bytes), "bytes"
-        case Cost():
-            limit, unit = term.max_per_million, "per million"
+    if isinstance(term, Latency):
+        limit, unit = term.limit_s, "s"
+    else:
+        limit, unit = term.limit, "bytes" if isinstance(term, Memory) else term.unit.strip()
     judged = verdicts.IntervalVerdict(term, measured)
     return TermVerdict(str(term), judged.outcome, measured, limit, unit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
@@ -32,3 +33,14 @@ def begin_life() -> socket.socket | None:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     return socket.socket(fileno=fd)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit this process to `num_bytes` more data than it has now."""
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith("VmData:"))
+    most = (int(line.split()[1]) << 10) + num_bytes
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))

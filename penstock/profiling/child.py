@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import statistics
 import sys
-import time
+import timeit
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,22 +22,14 @@ from penstock.benchmark import system
 from penstock.config import CPU, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.shapes import THREADS
-from penstock.profiling import onnx_times, openvino_times, roofline, torch_times, trace
+from penstock.profiling import onnx_times, openvino_times, profiler, roofline, torch_times, trace
 from penstock.profiling.path import buckets_of
 from penstock.profiling.peaks import peaks_of
-from penstock.profiling.profiler import (
-    Packed,
-    ProfileFailed,
-    ProfileJob,
-    make_batch,
-    packed,
-    read_config,
-    unpacked,
-)
+from penstock.profiling.profiler import Packed, ProfileFailed, ProfileJob, unpacked
 from penstock.profiling.results import Profile
 from penstock.profiling.roofline import RooflineInput
 from penstock.profiling.work import Timed
-from penstock.types import Array, from_array
+from penstock.types import from_array
 
 NUM_WARM_UP = 3
 # Batches per slot while several are in flight.
@@ -61,22 +53,20 @@ def main() -> None:
 
 
 def profiled(job: ProfileJob) -> Profile:
-    served = read_config(Path(job.folder))
+    served = profiler.read_config(Path(job.folder))
     config, job, sent = served.model, _of_the_model(served, job), _sent(served, job)
-    inputs = {each.name: unpacked(each) for each in job.tensors}
-    batch = Batch(inputs, job.num_rows)
+    batch = Batch({each.name: unpacked(each) for each in job.tensors}, job.num_rows)
     runner = backends.backend(config.backend)(config)
     # Before any other runner: torch has one thread count for the whole process.
     built = dict(runner.built())
     num_threads = _num_threads(config, built)
     alone = _timed_alone(runner, batch, job.num_runs)
     num_runs, total_s = len(alone), statistics.median(alone)
-    timed = _operators(config, runner, inputs, batch, num_runs, built)
+    timed = _operators(config, runner, batch, num_runs, built)
     runner.close()
     alone_s = _single_thread(config, batch, num_runs, num_threads)
     buckets = buckets_of(served, Path(job.folder), sent, num_runs)
-    cache = Path(job.cache) if job.cache else None
-    is_torch = config.backend == "pytorch"
+    cache, is_torch = Path(job.cache) if job.cache else None, config.backend == "pytorch"
     peaks = peaks_of(config.device, num_threads, cache, is_torch=is_torch)
     peaks = roofline.raised(peaks, timed.operators)
     if job.trace_path:
@@ -133,20 +123,17 @@ def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     rows = [inputs]
     if config.max_batch_size:
         rows = [{name: each[n] for name, each in inputs.items()} for n in range(job.num_rows)]
-    model = config.model
-    made = [pad(model.padding, row)[0] for row in apply(config, rows)]
-    tensors, num_rows, text = make_batch(model, made)
+    made = [pad(config.model.padding, row)[0] for row in apply(config, rows)]
+    tensors, num_rows, text = profiler.make_batch(config.model, made)
     return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
 
 
 def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
-    """Return the tensors of a request. With pre- or postprocessing it has one row: the answers of
-    several may differ in shape."""
+    """Return a request's tensors: one row if processed, as answers may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
         return job.tensors
-    return [
-        packed(from_array(each.name, each.datatype, unpacked(each)[:1])) for each in job.tensors
-    ]
+    rows = [from_array(each.name, each.datatype, unpacked(each)[:1]) for each in job.tensors]
+    return list(map(profiler.packed, rows))
 
 
 def _queue_delay_s(config: ModelConfig) -> float:
@@ -165,17 +152,9 @@ def _num_threads(config: ModelConfig, built: Mapping[str, str]) -> int:
 def _timed_alone(runner: Runner, batch: Batch, num_runs: int) -> list[float]:
     """Return the seconds of each run, of as many as there was time for."""
     run = _run_of(runner, batch)
-    for _ in range(NUM_WARM_UP):
-        began = time.perf_counter()
-        run()
-    last_s = time.perf_counter() - began
+    *_, last_s = timeit.repeat(run, repeat=NUM_WARM_UP, number=1)
     num_runs = max(MIN_RUNS, min(num_runs, int(MAX_MEASURE_S / max(last_s, 1e-9))))
-    seconds = []
-    for _ in range(num_runs):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return seconds
+    return timeit.repeat(run, repeat=num_runs, number=1)
 
 
 def _run_of(runner: Runner, batch: Batch) -> Callable[[], object]:
@@ -197,17 +176,12 @@ def _flight_of(runner: Runner, batch: Batch, num_slots: int) -> Callable[[], obj
 
 
 def _operators(
-    config: ModelConfig,
-    runner: Runner,
-    inputs: Mapping[str, Array],
-    batch: Batch,
-    num_runs: int,
-    built: Mapping[str, str],
+    config: ModelConfig, runner: Runner, batch: Batch, num_runs: int, built: Mapping[str, str]
 ) -> Timed:
     if config.backend == "onnxruntime":
-        return onnx_times.timed(config, inputs, num_runs)
+        return onnx_times.timed(config, batch.inputs, num_runs)
     if config.backend == "openvino":
-        return openvino_times.timed(config, inputs, num_runs)
+        return openvino_times.timed(config, batch.inputs, num_runs)
     if config.backend == "pytorch":
         datatype = TORCH_TYPES.get(built.get("dtype", "").partition(",")[0], "fp32")
         run = _run_of(runner, batch)

@@ -1,5 +1,4 @@
-"""GPU activity from the trace that torch.profiler writes: kernels, the gaps between them, and
-copies with the share that overlaps with kernels. Pure.
+"""GPU activity from torch.profiler's trace: kernels, gaps, and copies with their overlap. Pure.
 
 The trace is Chrome's: `traceEvents` with `cat`, `name`, `ts` and `dur` in microseconds, and the
 stream among `args`. Device activity has the categories below. A run of the model is our annotation
@@ -9,9 +8,10 @@ on the host's lane; device work that starts within it belongs to that run.
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import median
 from typing import Any
 
 from penstock.profiling.results import GpuSpan, GpuTime, Kernel
@@ -36,10 +36,6 @@ FAMILIES: Sequence[tuple[str, str]] = (
 )
 
 
-# An event of a Chrome trace.
-TraceEvent = Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class GpuTrace:
     spans: Sequence[GpuSpan]
@@ -59,7 +55,7 @@ def read(trace: Mapping[str, Any]) -> GpuTrace:
     return GpuTrace(spans, sorted((begin, begin + seconds) for begin, seconds in ends))
 
 
-def _span(event: TraceEvent, start_us: float) -> GpuSpan:
+def _span(event: Mapping[str, Any], start_us: float) -> GpuSpan:
     arguments = event.get("args", {})
     lane = COMPUTE
     if event["cat"] == COPY:
@@ -87,14 +83,15 @@ def summary(
     runs = [spans for spans in runs if _of(spans, COMPUTE)]
     if not runs:
         return None
+    computed = [_of(spans, COMPUTE) for spans in runs]
     shown = (together or alone).spans
     return GpuTime(
-        kernels=_kernels(runs),
-        num_kernels=round(statistics.median(len(_of(spans, COMPUTE)) for spans in runs)),
-        busy_s=statistics.median(covered_s(_of(spans, COMPUTE)) for spans in runs),
-        gap_s=statistics.median(gaps_s(_of(spans, COMPUTE)) for spans in runs),
-        copy_in_s=statistics.median(_total_s(_of(spans, IN)) for spans in runs),
-        copy_out_s=statistics.median(_total_s(_of(spans, OUT)) for spans in runs),
+        kernels=_kernels(computed),
+        num_kernels=round(median(map(len, computed))),
+        busy_s=median(map(covered_s, computed)),
+        gap_s=median(map(gaps_s, computed)),
+        copy_in_s=median(_total_s(_of(spans, IN)) for spans in runs),
+        copy_out_s=median(_total_s(_of(spans, OUT)) for spans in runs),
         num_slots=num_slots,
         hidden=hidden_share(shown),
         timeline=list(shown[:MAX_SPANS]),
@@ -112,7 +109,7 @@ def _total_s(spans: Iterable[GpuSpan]) -> float:
 def _kernels(runs: Sequence[Sequence[GpuSpan]]) -> list[Kernel]:
     """Return the kernels by name, mean over runs, longest first."""
     found: dict[str, Kernel] = {}
-    for span in (span for spans in runs for span in _of(spans, COMPUTE)):
+    for span in chain.from_iterable(runs):
         kernel = found.setdefault(span.name, Kernel(span.name, 0.0, 0.0))
         kernel.seconds += span.seconds / len(runs)
         kernel.num_calls += 1 / len(runs)
@@ -166,16 +163,12 @@ def left_over(
     for kernel in kernels:
         left_s = kernel.seconds - told_s.get(kernel.name, 0.0)
         if left_s > MIN_LEFT * kernel.seconds:
+            name, kind = kernel.name, family_of(kernel.name)
             calls = max(1, round(kernel.num_calls * left_s / kernel.seconds))
-            kind = family_of(kernel.name)
-            found.append(
-                OperatorTime(kernel.name, kind, left_s, num_calls=calls, datatype=datatype)
-            )
+            found.append(OperatorTime(name, kind, left_s, num_calls=calls, datatype=datatype))
     return found
 
 
 def family_of(name: str) -> str:
-    for pattern, family in FAMILIES:
-        if re.search(pattern, name, re.IGNORECASE):
-            return family
-    return "other kernel"
+    matching = (kind for pattern, kind in FAMILIES if re.search(pattern, name, re.IGNORECASE))
+    return next(matching, "other kernel")

@@ -11,7 +11,6 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ DATATYPES = {"float": "fp32", "double": "fp64", "float16": "fp16", "bfloat16": "
 CONTROL_FLOW = ("If", "Loop", "Scan")
 # Runs that are not counted.
 NUM_WARM_UP = 2
+SIDES = ("input_type_shape", "output_type_shape")
 NO_PACKING = {"session.disable_prepacking": "1"}
 
 Key = tuple[str, str]
@@ -34,76 +34,46 @@ Key = tuple[str, str]
 RawEvent = Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class Node:
-    """Kernel times of one node, in the runs that count."""
-
-    name: str
-    kind: str
-    inputs: tuple[Shaped, ...]
-    outputs: tuple[Shaped, ...]
-    weight_bytes: float
-    calls_us: list[float] = field(default_factory=list)
-
-
 def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Timed:
-    shapes: dict[Key, Node] = {}
+    shapes: dict[Key, list[RawEvent]] = {}
     notes: list[str] = []
     try:
         shapes = nodes(_profile(config, inputs, 1, NO_PACKING), 1)
     except Exception as error:  # The library raises its own types, some of them bare.
         notes.append(f"weights are not in the bytes: {str(error).splitlines()[0]}")
-    raw = _profile(config, inputs, num_runs, {})
-    return read(raw, num_runs, shapes, notes)
+    return read(_profile(config, inputs, num_runs, {}), num_runs, shapes, notes)
 
 
 def read(
     raw: Sequence[RawEvent],
     num_runs: int,
-    shapes: Mapping[Key, Node],
+    shapes: Mapping[Key, Sequence[RawEvent]],
     notes: Sequence[str] = (),
 ) -> Timed:
     """Read the last `num_runs` runs of a profile. For nodes in `shapes`, shapes come from there."""
     runs = _runs(raw, num_runs)
     start_us = min(run["ts"] for run in runs)
     operators = []
-    for key, node in nodes(raw, num_runs).items():
-        full = shapes.get(key, node)
-        num_calls = max(1, round(len(node.calls_us) / len(runs)))
-        operators.append(
-            OperatorTime(
-                node.name,
-                node.kind,
-                statistics.median(node.calls_us) * num_calls / 1e6,
-                full.inputs,
-                full.outputs,
-                full.weight_bytes,
-                num_calls,
-            )
-        )
+    for key, events in nodes(raw, num_runs).items():
+        num_calls = max(1, round(len(events) / len(runs)))
+        seconds = statistics.median(each["dur"] for each in events) * num_calls / 1e6
+        details = shapes.get(key, events)[0]["args"]
+        inputs, outputs = (_tensors(details.get(side, ())) for side in SIDES)
+        weights = float(details.get("parameter_size", 0))
+        kind = events[0]["args"]["op_name"]
+        operators.append(OperatorTime(key[1], kind, seconds, inputs, outputs, weights, num_calls))
     profiled_s = statistics.median(run["dur"] for run in runs) / 1e6
     return Timed(operators, profiled_s, _events(raw, start_us), notes)
 
 
-def nodes(raw: Sequence[RawEvent], num_runs: int) -> dict[Key, Node]:
+def nodes(raw: Sequence[RawEvent], num_runs: int) -> dict[Key, list[RawEvent]]:
     """Return the kernels of the last runs, by node index and name."""
     start_us = min(run["ts"] for run in _runs(raw, num_runs))
-    found: dict[Key, Node] = {}
+    found: dict[Key, list[RawEvent]] = {}
     for event in raw:
-        if not _is_kernel(event) or event["ts"] < start_us:
-            continue
-        details = event["args"]
-        name = event["name"].removesuffix(KERNEL)
-        key = (details.get("node_index", ""), name)
-        if key not in found:
-            found[key] = Node(
-                name,
-                details["op_name"],
-                _tensors(details.get("input_type_shape", ())),
-                _tensors(details.get("output_type_shape", ())),
-                float(details.get("parameter_size", 0)),
-            )
-        found[key].calls_us.append(event["dur"])
+        if _is_kernel(event) and event["ts"] >= start_us:
+            key = (event["args"].get("node_index", ""), event["name"].removesuffix(KERNEL))
+            found.setdefault(key, []).append(event)
     return found
 
 
@@ -115,20 +85,13 @@ def _runs(raw: Sequence[RawEvent], num_runs: int) -> list[RawEvent]:
 
 
 def _is_kernel(event: RawEvent) -> bool:
-    details = event.get("args") or {}
-    return (
-        event.get("cat") == "Node"
-        and event["name"].endswith(KERNEL)
-        and details.get("op_name", "") not in ("", *CONTROL_FLOW)
-    )
+    is_kernel = event.get("cat") == "Node" and event["name"].endswith(KERNEL)
+    return is_kernel and (event.get("args") or {}).get("op_name", "") not in ("", *CONTROL_FLOW)
 
 
 def _tensors(listed: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Shaped, ...]:
-    return tuple(
-        Shaped(DATATYPES.get(name, name), tuple(shape))
-        for each in listed
-        for name, shape in each.items()
-    )
+    pairs = [pair for each in listed for pair in each.items()]
+    return tuple(Shaped(DATATYPES.get(name, name), tuple(shape)) for name, shape in pairs)
 
 
 def _events(raw: Sequence[RawEvent], start_us: float) -> list[Event]:
@@ -137,8 +100,8 @@ def _events(raw: Sequence[RawEvent], start_us: float) -> list[Event]:
         if event["ts"] < start_us or not (event.get("name") == RUN or _is_kernel(event)):
             continue
         given = event.get("args") or {}
-        keys = {"input": "input_type_shape", "output": "output_type_shape", "provider": "provider"}
-        details = {name: str(given[key]) for name, key in keys.items() if key in given}
+        known = [key for key in (*SIDES, "provider") if key in given]
+        details = {key.removesuffix("_type_shape"): str(given[key]) for key in known}
         name, kind = event["name"].removesuffix(KERNEL), given.get("op_name", "run")
         start_s, seconds = (event["ts"] - start_us) / 1e6, event["dur"] / 1e6
         found.append(Event(name, kind, start_s, seconds, details))
@@ -167,6 +130,5 @@ def _profile(
         names = [spec.name for spec in config.outputs]
         for _ in range(NUM_WARM_UP + num_runs):
             session.run(names, dict(inputs))
-        path = session.end_profiling()
-        raw: list[RawEvent] = json.loads(Path(path).read_text())
+        raw: list[RawEvent] = json.loads(Path(session.end_profiling()).read_text())
     return raw

@@ -31,9 +31,7 @@ def opened(model: str, name: str = "", num_threads: int | None = None) -> Iterat
 def _from_folder(source: ModelSource) -> Path:
     found = source.read().folders
     check_single(source.path, found)
-    if source.kind is ModelKind.VERSION_FOLDER:
-        return source.path
-    return next(iter(found.values()))
+    return source.path if source.kind is ModelKind.VERSION_FOLDER else next(iter(found.values()))
 
 
 def _from_file(source: ModelSource, made: Path) -> Path:

@@ -22,8 +22,7 @@ from penstock.types import Array
 if TYPE_CHECKING:
     import openvino as ov
 
-# ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
-# matter for counting.
+# ONNX names of OpenVINO operators. Whether weights are transposed does not matter for counting.
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("Convolution", "GroupConvolution"), "Conv"),
     **dict.fromkeys(("MVN", "RMSNorm"), "LayerNormalization"),
@@ -56,8 +55,7 @@ def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Ti
     properties = properties_of(config) | {"PERF_COUNT": "YES"}
     path = Path(config.artifact)
     model = read_model(path, path.name)
-    compiled = ov.Core().compile_model(model, DEVICE, properties)
-    request = compiled.create_infer_request()
+    request = ov.Core().compile_model(model, DEVICE, properties).create_infer_request()
     feeds = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
     for _ in range(NUM_WARM_UP):
         request.infer(feeds)
@@ -72,9 +70,8 @@ def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Ti
                 key = (entry.node_name, entry.node_type, entry.exec_type)
                 seconds.setdefault(key, []).append(entry.real_time.total_seconds())
     nodes = _fixed(model, feeds, properties)
-    operators = [
-        _operator(key, statistics.median(each), nodes.get(key[0])) for key, each in seconds.items()
-    ]
+    medians = {key: statistics.median(each) for key, each in seconds.items()}
+    operators = [_operator(key, each, nodes.get(key[0])) for key, each in medians.items()]
     return Timed(operators, statistics.median(runs_s), _in_a_row(operators))
 
 
@@ -96,19 +93,14 @@ def _operator(key: tuple[str, str, str], seconds: float, node: ov.Node | None) -
     name, kind, how = key
     kind = KINDS.get(kind, kind)
     # "brgemm_avx512_f32": the last part is the compute datatype.
-    datatype = _datatype(how.rpartition("_")[2])
-    if datatype == "uint8":
-        datatype = "int8"
+    datatype = _datatype(how.rpartition("_")[2]).replace("uint8", "int8")
     if node is None or any(each.get_partial_shape().is_dynamic for each in node.inputs()):
         return OperatorTime(name, kind, seconds, datatype=datatype)
-    inputs = tuple(map(_shaped, node.inputs()))
-    outputs = tuple(map(_shaped, node.outputs()))
-    constants = [
-        shaped.num_bytes
-        for port, shaped in zip(node.inputs(), inputs, strict=True)
-        if _is_constant(port.get_source_output().get_node())
-    ]
-    return OperatorTime(name, kind, seconds, inputs, outputs, sum(constants), datatype=datatype)
+    inputs, outputs = (tuple(map(_shaped, ports)) for ports in (node.inputs(), node.outputs()))
+    sources = [port.get_source_output().get_node() for port in node.inputs()]
+    pairs = zip(inputs, sources, strict=True)
+    weights = sum(shaped.num_bytes for shaped, source in pairs if _is_constant(source))
+    return OperatorTime(name, kind, seconds, inputs, outputs, weights, datatype=datatype)
 
 
 def _is_constant(node: ov.Node) -> bool:

@@ -1,14 +1,12 @@
 """Time one request around the model: with no other load, through the server's codec, batcher and
-worker loop, in this process. Sockets are left out: they belong to the network, and `penstock
-bench` shows them.
-"""
+worker loop, in this process. Sockets are left out: `penstock bench` shows them."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from threading import Event
 
 from penstock.config import ModelConfig
@@ -31,14 +29,14 @@ class TimedSender:
         self._codec = Codec()
         self._specs: Sequence[TensorSpec] = config.outputs
         # If there is a function, it takes by far most of that part.
-        self._names = (
-            "preprocess" if config.preprocess else "copy in",
-            "postprocess" if config.postprocess else "copy out",
-        )
+        before = "preprocess" if config.preprocess else "copy in"
+        self._names = (before, "postprocess" if config.postprocess else "copy out")
         self._head, self._body = encode_infer(tensors)
         self._is_answered = Event()
         self._error: PenstockError | None = None
-        self.parts: dict[str, list[float]] = {}
+        self._encode_s = 0.0
+        # For each request, its seconds by part, in the order it passes them.
+        self.requests: list[dict[str, float]] = []
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         """Record the answer; called on the model's thread."""
@@ -47,7 +45,7 @@ class TimedSender:
         else:
             began = time.perf_counter()
             self._codec.encode_answer(request, answer, self._specs)
-            self._note("encode", time.perf_counter() - began)
+            self._encode_s = time.perf_counter() - began
         if final:
             self._is_answered.set()
 
@@ -55,26 +53,17 @@ class TimedSender:
         self._is_answered.clear()
         began = time.perf_counter()
         request = self._codec.decode_infer(self._body, self._head, self, time.monotonic())
-        self._note("decode", time.perf_counter() - began)
+        decode_s = time.perf_counter() - began
         model.send(request)
         if not self._is_answered.wait(TIMEOUT_S):
             raise PenstockError(f"no answer within {TIMEOUT_S:g} s")
         if self._error is not None:
             raise self._error
         timings = request.timings
-        self._note("queue", max(0.0, timings.dispatched - timings.queued))
         before, after = self._names
-        self._note(before, timings.compute_input_s)
-        self._note("compute", timings.compute_infer_s)
-        self._note(after, timings.compute_output_s)
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        before, after = self._names
-        return ("decode", "queue", before, "compute", after, "encode")
-
-    def _note(self, name: str, seconds: float) -> None:
-        self.parts.setdefault(name, []).append(seconds)
+        parts = {"decode": decode_s, "queue": max(0.0, timings.dispatched - timings.queued)}
+        parts |= {before: timings.compute_input_s, "compute": timings.compute_infer_s}
+        self.requests.append(parts | {after: timings.compute_output_s, "encode": self._encode_s})
 
 
 def buckets_of(
@@ -85,7 +74,5 @@ def buckets_of(
     with LocalModel(str(folder), config.version) as model:
         for _ in range(NUM_WARM_UP + num_runs):
             sender.send(model)
-    return [
-        RequestPhase(name, statistics.median(sender.parts[name][NUM_WARM_UP:]))
-        for name in sender.order
-    ]
+    counted = sender.requests[NUM_WARM_UP:]
+    return [RequestPhase(name, median(each[name] for each in counted)) for name in counted[0]]

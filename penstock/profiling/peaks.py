@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from onnx import GraphProto
     from onnxruntime import InferenceSession
 
-# Each peak is measured in several rounds, interleaved with the others, so that a short disturbance
-# does not lower them all.
+# Rounds of all peaks are interleaved, so that a short disturbance does not lower them all.
 NUM_ROUNDS = 3
 ROUND_S = 0.15
 # Rounds that differ by more were disturbed: such peaks are used, but not cached.
@@ -81,8 +80,7 @@ def _digest(device: str, num_threads: int, is_torch: bool) -> str:
 
 @dataclass(slots=True)
 class PeakProbe:
-    """Something that does `amount` per run. The shortest time counts, because other load on the
-    machine can only slow it down."""
+    """Does `amount` per run. The shortest time counts: other load can only slow it down."""
 
     run: Callable[[], object]
     amount: float
@@ -130,20 +128,24 @@ def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
             "cache": _copy(pool, num_threads, small * num_threads, num_repeats=64),
             "launch": PeakProbe(_torch_chain() if is_torch else _chain(), CHAIN_LENGTH),
         }
-        bf16 = _torch_product(GEMM_SIZE, num_threads)
-        if bf16 is not None:
+        if (bf16 := _torch_product(GEMM_SIZE, num_threads)) is not None:
             tries["bf16"] = PeakProbe(bf16, operations)
-        found = rates(tries)
-    peaks = Peaks(
-        device=system.environment("").host_cpu,
+        peaks = _measure(system.environment("").host_cpu, num_threads, tries)
+    peaks.cache_bytes = cache_bytes() * num_threads
+    return peaks, all(each.is_steady for each in tries.values())
+
+
+def _measure(device: str, num_threads: int, tries: Mapping[str, PeakProbe]) -> Peaks:
+    found = rates(tries)
+    return Peaks(
+        device=device,
         num_threads=num_threads,
         flops={name: found[name] for name in DATATYPES if name in found},
         bytes_per_s=found["memory"],
         launch_s=1 / found["launch"],
-        cache_bytes_per_s=found["cache"],
-        cache_bytes=cache_bytes() * num_threads,
+        cache_bytes_per_s=found.get("cache", 0.0),
+        host_bytes_per_s=found.get("host", 0.0),
     )
-    return peaks, all(each.is_steady for each in tries.values())
 
 
 def cache_bytes() -> int:
@@ -189,13 +191,9 @@ def _chain() -> Callable[[], object]:
     """A chain of operators, each on a single number."""
     from onnx import TensorProto, helper
 
-    nodes = [
-        helper.make_node("Neg", [f"x{index}"], [f"x{index + 1}"]) for index in range(CHAIN_LENGTH)
-    ]
-    ends = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, (1,))
-        for name in ("x0", f"x{CHAIN_LENGTH}")
-    ]
+    nodes = [helper.make_node("Neg", [f"x{n}"], [f"x{n + 1}"]) for n in range(CHAIN_LENGTH)]
+    names = ("x0", f"x{CHAIN_LENGTH}")
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (1,)) for name in names]
     session = _load(helper.make_graph(nodes, "chain", ends[:1], ends[1:]), 1)
     number = np.ones(1, np.float32)
     return lambda: session.run(None, {"x0": number})
@@ -273,8 +271,7 @@ def _product(device: str, datatype: str, size: int) -> Callable[[], object]:
         return lambda: torch._scaled_mm(small, small.t(), one, one, **settings)
     if datatype in ("fp32", "tf32"):
         return lambda: _in_precision("high" if datatype == "tf32" else "highest", numbers)
-    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[datatype]
-    half = numbers.to(kind)
+    half = numbers.to({"fp16": torch.float16, "bf16": torch.bfloat16}[datatype])
     return lambda: torch.mm(half, half)
 
 
@@ -301,25 +298,14 @@ def _measure_cuda(device: str) -> tuple[Peaks, bool]:
         for _ in range(CHAIN_LENGTH):
             one.neg()
 
-    work: dict[str, tuple[Callable[[], object], float]] = {
-        "memory": (lambda: target.copy_(source), 2.0 * source.numel()),
-        "launch": (chain, CHAIN_LENGTH),
-        "host": (copy_in, float(HOST_COPY_BYTES)),
-    }
+    copy = _synchronous(lambda: target.copy_(source), device)
     tries = {
-        name: PeakProbe(_synchronous(run, device), amount) for name, (run, amount) in work.items()
+        "memory": PeakProbe(copy, 2.0 * source.numel()),
+        "launch": PeakProbe(_synchronous(chain, device), CHAIN_LENGTH),
+        "host": PeakProbe(_synchronous(copy_in, device), float(HOST_COPY_BYTES)),
     }
     for datatype in DATATYPES:
-        run = cuda_product(device, datatype, CUDA_GEMM_SIZE)
-        if run is not None:
+        if (run := cuda_product(device, datatype, CUDA_GEMM_SIZE)) is not None:
             tries[datatype] = PeakProbe(run, 2.0 * CUDA_GEMM_SIZE**3)
-    found = rates(tries)
-    peaks = Peaks(
-        device=torch.cuda.get_device_name(device),
-        num_threads=1,
-        flops={name: found[name] for name in DATATYPES if name in found},
-        bytes_per_s=found["memory"],
-        launch_s=1 / found["launch"],
-        host_bytes_per_s=found["host"],
-    )
+    peaks = _measure(torch.cuda.get_device_name(device), 1, tries)
     return peaks, all(each.is_steady for each in tries.values())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -55,22 +54,18 @@ class ProfileFailed(msgspec.Struct):
     problems: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileSettings:
-    # Runs per measurement; they are repeated under the profiler.
-    num_runs: int = 20
-    # Path of the Chrome trace to write.
-    trace: Path | None = None
-    cache: Path | None = None
-
-
 def profile_build(
-    folder: Path, rows: Sequence[Mapping[str, Array]], settings: ProfileSettings | None = None
+    folder: Path,
+    rows: Sequence[Mapping[str, Array]],
+    *,
+    num_runs: int = 20,
+    trace: Path | None = None,
+    cache: Path | None = None,
 ) -> Profile:
-    """Profile the model in `folder`. `rows` are examples without a batch dimension; those that
-    share the most common shapes run as one batch. ConfigError if the model or the rows do not fit,
-    BackendFailed if the child crashes."""
-    settings = settings or ProfileSettings()
+    """Profile the model in `folder`, with so many runs per measurement, repeated under the
+    profiler. `rows` are examples without a batch dimension; those that share the most common shapes
+    run as one batch. `trace` is the Chrome trace to write. ConfigError if the model or the rows do
+    not fit, BackendFailed if the child crashes."""
     config = read_config(folder)
     tensors, num_rows, text = make_batch(config, fitted(rows, config))
     with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
@@ -79,10 +74,10 @@ def profile_build(
             tensors=tensors,
             num_rows=num_rows,
             batch=text,
-            num_runs=settings.num_runs,
-            cache=str(settings.cache or ""),
+            num_runs=num_runs,
+            cache=str(cache or ""),
             profile_path=str(Path(made) / "profile.json"),
-            trace_path=str(settings.trace or ""),
+            trace_path=str(trace or ""),
         )
         return _run(job, Path(made))
 
@@ -138,9 +133,8 @@ def unpacked(each: Packed) -> Array:
 
 def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) -> str:
     start = 1 if config.max_batch_size else 0
-    shapes = [
-        f"{each.name} {'x'.join(map(str, each.shape[start:])) or 'scalar'}" for each in tensors
-    ]
+    sizes = ["x".join(map(str, each.shape[start:])) or "scalar" for each in tensors]
+    shapes = [f"{each.name} {size}" for each, size in zip(tensors, sizes, strict=True)]
     rows = f"{units.count(num_rows, 'row')} of " if config.max_batch_size else ""
     return rows + ", ".join(shapes)
 

@@ -1,5 +1,4 @@
-"""Find the bottleneck of each operator and of the model, its distance from the peaks, and the steps
-that could gain most. Pure.
+"""Find bottlenecks of operators and models, and the steps that could gain most. Pure.
 
 An operator needs at least the longest of: its operations at the peak of their datatype, its bytes
 at the bandwidth of the memory they are in, and one launch. Time beyond a few times that is
@@ -9,9 +8,8 @@ overhead: a poor kernel, threads that wait for each other, memory in the wrong o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import get_args
 
 import msgspec
@@ -33,9 +31,7 @@ NOISY = 1.5
 COMPUTE = "compute"
 # Buckets around the model below this share of a request's time are not worth a step.
 MIN_PART = 0.1
-BLOCK = re.compile(
-    r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
-)
+BLOCK = re.compile(r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.I)
 # Narrower datatypes by that of the multiplications.
 NARROWER = {
     "fp32": ("tf32", "bf16", "fp16", "fp8", "int8"),
@@ -173,16 +169,14 @@ def _memory_s(operator: Operator, peaks: Peaks, fits: bool) -> float:
     near = max(peaks.cache_bytes_per_s, peaks.bytes_per_s)
     passing = max(0.0, (operator.num_bytes or 0.0) - operator.weight_bytes)
     is_near = passing / operator.num_calls <= peaks.cache_bytes
-    return passing / (near if is_near else peaks.bytes_per_s) + operator.weight_bytes / (
-        near if fits else peaks.bytes_per_s
-    )
+    passing_s = passing / (near if is_near else peaks.bytes_per_s)
+    return passing_s + operator.weight_bytes / (near if fits else peaks.bytes_per_s)
 
 
 def _bound(operator: Operator, needed: dict[Bound, float]) -> Bound:
-    work_s = max(needed["compute"], needed["memory"])
-    if needed["launch"] >= work_s or (
-        operator.seconds <= NUM_LAUNCHES * needed["launch"] and work_s < 0.5 * operator.seconds
-    ):
+    work_s, launch_s = max(needed["compute"], needed["memory"]), needed["launch"]
+    is_tiny = operator.seconds <= NUM_LAUNCHES * launch_s and work_s < 0.5 * operator.seconds
+    if launch_s >= work_s or is_tiny:
         return "launch"
     if operator.efficiency is not None and operator.efficiency < MIN_EFFICIENCY:
         return "overhead"
@@ -195,12 +189,8 @@ def block_of(name: str) -> str:
     return found.group(1) if found else ""
 
 
-# The model as a whole.
-
-
 def shares(measured: RooflineInput) -> dict[Bound, float]:
-    """Return the seconds of a run by bottleneck. Time between operators is overhead, or launch if a
-    GPU waits for its kernels."""
+    """Return a run's seconds by bottleneck. Gaps are overhead, or launch if a GPU waits."""
     found = dict.fromkeys(BOUNDS, 0.0)
     for each in measured.operators:
         found[each.bound] += each.seconds
@@ -218,11 +208,9 @@ def headroom(measured: RooflineInput) -> float:
     """Return the speed-up at the peaks, with the same operators in the same datatypes."""
     if not measured.operators:
         return 1.0
-    least = sum(
-        each.seconds if each.needed_s is None else min(each.seconds, each.needed_s)
-        for each in measured.operators
-    )
-    return _speed_up(measured, measured.listed_s - least)
+    known = [each for each in measured.operators if each.needed_s is not None]
+    saved_s = sum(max(0.0, each.seconds - (each.needed_s or 0.0)) for each in known)
+    return _speed_up(measured, saved_s)
 
 
 def limit_share(measured: RooflineInput) -> float | None:
@@ -254,22 +242,13 @@ def buildable(config: ModelConfig) -> tuple[str, ...]:
 
 
 def next_steps(measured: RooflineInput) -> list[NextStep]:
-    """Return the steps worth trying, highest ceiling first, cheaper ones first among equals; empty
-    if the runs were disturbed."""
+    """Return the steps worth trying, best first, then cheapest; none if runs were disturbed."""
     if measured.disturbance:
         return []
-    ways: list[Callable[[RooflineInput], NextStep | None]] = [
-        _fusion,
-        _better_kernels,
-        _graphs,
-        *(partial(_narrower, datatype=each) for each in NARROWER["fp32"]),
-        _batching,
-        _hidden_copies,
-        _instances,
-        _path,
-    ]
-    found = [step for way in ways if (step := way(measured)) is not None]
-    worth = [step for step in found if step.ceiling >= MIN_CEILING]
+    tried = [_fusion(measured), _better_kernels(measured), _graphs(measured)]
+    tried += [_narrower(measured, datatype) for datatype in NARROWER["fp32"]]
+    tried += [_batching(measured), _hidden_copies(measured), _instances(measured), _path(measured)]
+    worth = [step for step in tried if step is not None and step.ceiling >= MIN_CEILING]
     return sorted(worth, key=lambda step: -round(step.ceiling, 2))
 
 
@@ -355,8 +334,7 @@ def _instances(measured: RooflineInput) -> NextStep | None:
 
 
 def _path(measured: RooflineInput) -> NextStep | None:
-    """Return the largest part of a request's time around the model that can be shortened, with the
-    speed-up of the request without it."""
+    """Shorten the largest part of a request's time around the model that can be shortened."""
     whole = _total_s(measured.buckets)
     for each in sorted(measured.buckets, key=lambda each: -each.seconds):
         advice = _advice(each.name, measured)
@@ -370,9 +348,8 @@ def _path(measured: RooflineInput) -> NextStep | None:
 def _advice(part: str, measured: RooflineInput) -> str:
     """Return how to shorten a part of a request's time; empty if Penstock can do nothing today. The
     profiled request has binary tensors already, and no other request to wait for."""
-    if part == "queue" and measured.queue_delay_s > 0:
-        delay = units.duration(measured.queue_delay_s)
-        return f"lower max_queue_delay_microseconds (now {delay})"
+    if part == "queue" and (delay_s := measured.queue_delay_s) > 0:
+        return f"lower max_queue_delay_microseconds (now {units.duration(delay_s)})"
     if part in ("preprocess", "postprocess"):
         return f"vectorise the {part} function (numpy on whole arrays), or do less in it"
     if part == "encode":
@@ -392,9 +369,6 @@ def _step(
     return NextStep(name, f"{text}: at most {ceiling:.2g}x{unit}", ceiling, is_latency)
 
 
-# Text.
-
-
 def findings(measured: RooflineInput) -> list[str]:
     """Return the findings, most important first."""
     lines = [measured.disturbance, _bound_line(measured), *_type_lines(measured)]
@@ -407,20 +381,18 @@ def findings(measured: RooflineInput) -> list[str]:
     whole = _total_s(measured.buckets)
     queue_s = _total_s(each for each in measured.buckets if each.name == "queue")
     if whole and queue_s > 0.1 * whole:
-        lines.append(
-            f"a request waits in the queue for {units.share(queue_s, whole)} of its time although"
-            " no other request is there: the batcher holds it back"
-        )
+        held = "although no other request is there: the batcher holds it back"
+        part = units.share(queue_s, whole)
+        lines.append(f"a request waits in the queue for {part} of its time {held}")
     around_s = _total_s(each for each in measured.buckets if each.name != COMPUTE)
     if whole and around_s > 0.1 * whole:
-        around = units.share(around_s, whole)
-        lines.append(f"{around} of a request's time is spent around the model")
+        part = units.share(around_s, whole)
+        lines.append(f"{part} of a request's time is spent around the model")
     return [line for line in lines if line]
 
 
 def disturbance(runs_s: Sequence[float], again_s: float | None = None) -> str:
-    """Return a warning if the same run took very different times, else an empty text. `again_s` is
-    a median taken later."""
+    """Return a warning if equal runs took very different times. `again_s`: a later median."""
     ordered = sorted(runs_s)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     if again_s:
@@ -437,9 +409,9 @@ def _bound_line(measured: RooflineInput) -> str:
     return f"of {units.duration(measured.total_s)}: {', '.join(parts)}" if parts else ""
 
 
-def _type_lines(measured: RooflineInput, count: int = 3) -> list[str]:
+def _type_lines(measured: RooflineInput) -> list[str]:
     lines = []
-    for kind, operators in by_type(measured.operators)[:count]:
+    for kind, operators in by_type(measured.operators)[:3]:
         seconds = _total_s(operators)
         if seconds < 0.05 * measured.total_s:
             continue
@@ -459,17 +431,14 @@ def _gpu_lines(measured: RooflineInput) -> list[str]:
     lines = []
     span_s = gpu.busy_s + gpu.gap_s
     if gpu.gap_s > MIN_IDLE * span_s:
-        lines.append(
-            f"launch-bound: {units.share(gpu.gap_s, span_s)} of the time from the first kernel to"
-            f" the last the GPU waits for the next of {gpu.num_kernels} (while profiled, which"
-            " takes its own time)"
-        )
+        waits = f"the GPU waits for the next of {gpu.num_kernels}"
+        part = f"{units.share(gpu.gap_s, span_s)} of the time from the first kernel to the last"
+        lines.append(f"launch-bound: {part} {waits} (while profiled, which takes its own time)")
     if gpu.hidden is not None and gpu.copies_s > MIN_IDLE * span_s:
+        times = f"{units.duration(gpu.copy_in_s)} in and {units.duration(gpu.copy_out_s)} out"
+        hidden = f"{gpu.hidden:.0%} of that is hidden behind kernels"
         slots = units.count(gpu.num_slots, "instance")
-        lines.append(
-            f"copies take {units.duration(gpu.copy_in_s)} in and {units.duration(gpu.copy_out_s)}"
-            f" out; with {slots} on the GPU {gpu.hidden:.0%} of that is hidden behind kernels"
-        )
+        lines.append(f"copies take {times}; with {slots} on the GPU {hidden}")
     return lines
 
 
@@ -491,9 +460,8 @@ def verdict(measured: RooflineInput, steps: Sequence[NextStep]) -> str:
         start = f"{units.duration(measured.total_s)} per batch; its operators cannot be seen"
     else:
         bound = bound_of(measured)
-        seconds = shares(measured).get(bound, 0.0)
-        start = f"{WORDS[bound].capitalize()}: {_percent(seconds, measured)}"
-        start += _most_of(measured, bound)
+        part = _percent(shares(measured).get(bound, 0.0), measured)
+        start = f"{WORDS[bound].capitalize()}: {part}{_most_of(measured, bound)}"
     if not steps:
         return f"{start}. No step promises more than {MIN_CEILING:g}x"
     return f"{start}. Next: {steps[0].text}"
@@ -515,11 +483,9 @@ def by_type(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
     return sorted(found.items(), key=lambda item: -_total_s(item[1]))
 
 
-def _top_types(operators: Sequence[Operator], count: int = 3) -> str:
-    names = [kind for kind, _ in by_type(operators)]
-    if not names:
-        return "nothing"
-    return units.listed(names[:count] + (["others"] if len(names) > count else []))
+def _top_types(operators: Sequence[Operator]) -> str:
+    names = [kind for kind, _ in by_type(operators)] or ["nothing"]
+    return units.listed(names[:3] + (["others"] if len(names) > 3 else []))
 
 
 def _percent(seconds: float, measured: RooflineInput, words: str = " of the time") -> str:

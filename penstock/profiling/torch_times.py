@@ -10,7 +10,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 # Operators with the same name in ONNX, and a form that works in place.
-IN_PLACE = ("add", "mul", "div", "sub", "silu", "tanh", "sigmoid")
+IN_PLACE = ("add", "mul", "div", "sub", "silu", "gelu", "erf", "tanh", "sigmoid")
+# Attention whose inputs are [.., length, heads, width], not [.., heads, length, width].
+KERNEL_ATTENTION = ("_flash_attention_forward", "_efficient_attention_forward")
+# Operators that change no memory, only how it is viewed.
+VIEWS = (
+    *("view", "reshape", "as_strided", "transpose", "t", "expand", "permute", "unsqueeze", "slice"),
+    *("select", "squeeze", "empty", "empty_like", "empty_strided", "resize_", "_unsafe_view"),
+    *("flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"),
+)
 # ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
 # out: their work is counted in the others.
 KINDS: Mapping[str, str] = {
@@ -36,6 +44,11 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("mean", "sum"), "ReduceMean"),
     **dict.fromkeys(("embedding", "index_select"), "Gather"),
     **dict.fromkeys(("max_pool2d_with_indices", "mkldnn_max_pool2d"), "MaxPool"),
+    **dict.fromkeys(("mkldnn_convolution", "cudnn_convolution"), "Conv"),
+    **dict.fromkeys(("_slow_conv2d_forward", "_conv_depthwise2d"), "Conv"),
+    **dict.fromkeys((*KERNEL_ATTENTION, "_cudnn_attention_forward"), "MultiHeadAttention"),
+    **dict.fromkeys(VIEWS, "Reshape"),
+    "_scaled_dot_product_flash_attention_for_cpu": "MultiHeadAttention",
     "avg_pool2d": "AveragePool",
     "adaptive_avg_pool2d": "GlobalAveragePool",
     "_int_mm": "MatMulInteger",
@@ -43,21 +56,7 @@ KINDS: Mapping[str, str] = {
     "cat": "Concat",
     "copy_": "Copy",
     "native_layer_norm": "LayerNormalization",
-    "gelu": "Gelu",
-    "erf": "Erf",
 }
-CONVOLUTIONS = frozenset(
-    {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}
-)
-# Inputs [.., heads, length, width], and [.., length, heads, width].
-ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu", "_cudnn_attention_forward"})
-KERNEL_ATTENTION = frozenset({"_flash_attention_forward", "_efficient_attention_forward"})
-# Operators that change no memory, only how it is viewed.
-VIEWS = frozenset(
-    {"view", "reshape", "as_strided", "transpose", "t", "expand", "permute", "unsqueeze", "slice"}
-    | {"select", "squeeze", "empty", "empty_like", "empty_strided", "resize_", "_unsafe_view"}
-    | {"flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"}
-)
 # Matmuls whose second matrix is nearly always weights.
 WEIGHTED = frozenset({"mm", "addmm", "_addmm_activation", "_int_mm"})
 # Inputs before the two matrices.
@@ -65,6 +64,7 @@ SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 NUM_WARM_UP = 2
 NO_KERNELS = "torch's profiler told of no kernel: another tool may be watching the GPU"
 PREFIX = "aten::"
+Tensors = tuple[Shaped, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +149,18 @@ def read(
     rounded: str = "",
 ) -> Timed:
     """Read the profiler's events, which have `name`, `input_shapes`, `time_range` and times."""
+    clock = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     grouped: dict[tuple[str, str], list[FunctionEvent]] = {}
     for event in found:
         grouped.setdefault((event.name, str(event.input_shapes)), []).append(event)
     operators = []
     for events in grouped.values():
         calls = max(1, round(len(events) / num_runs))
-        seconds = calls * statistics.median(_self_us(event, is_cuda) for event in events) / 1e6
+        seconds = calls * statistics.median(getattr(event, clock) for event in events) / 1e6
         if seconds > 0:
             operator = _operator(events[0], seconds, calls, datatype)
             operators.append(replace(operator, datatype=_computed_in(operator, rounded)))
-    return Timed(operators, profiled_s, _events(found))
+    return Timed(operators, profiled_s, list(_events(found)))
 
 
 def _computed_in(operator: OperatorTime, rounded: str) -> str:
@@ -169,14 +170,11 @@ def _computed_in(operator: OperatorTime, rounded: str) -> str:
     return "tf32" if is_rounded else operator.datatype
 
 
-def _self_us(event: FunctionEvent, is_cuda: bool) -> float:
-    return float(event.self_device_time_total if is_cuda else event.self_cpu_time_total)
-
-
 def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -> OperatorTime:
     name = event.name.removeprefix(PREFIX)
-    shapes = [tuple(shape) for shape in event.input_shapes if shape and _is_shape(shape)]
-    kind = _kind(name)
+    given = [shape for shape in event.input_shapes if shape]
+    shapes = [tuple(each) for each in given if all(isinstance(size, int) for size in each)]
+    kind = KINDS.get(name, name)
     if name in KERNEL_ATTENTION:
         shapes = [(*each[:-3], each[-2], each[-3], each[-1]) for each in shapes if len(each) == 4]
     tensors = [Shaped(datatype, shape) for shape in shapes[SKIPPED_INPUTS.get(name, 0) :]]
@@ -187,26 +185,8 @@ def _operator(event: FunctionEvent, seconds: float, calls: int, datatype: str) -
     return OperatorTime(label, kind, seconds, inputs, outputs, weights, calls, datatype)
 
 
-def _is_shape(shape: Sequence[object]) -> bool:
-    return all(isinstance(size, int) for size in shape)
-
-
-def _kind(name: str) -> str:
-    if name in CONVOLUTIONS:
-        return "Conv"
-    if name in ATTENTION | KERNEL_ATTENTION:
-        return "MultiHeadAttention"
-    if name in VIEWS:
-        return "Reshape"
-    return KINDS.get(name, name)
-
-
-Tensors = tuple[Shaped, ...]
-
-
 def _answer(kind: str, tensors: list[Shaped], event: FunctionEvent) -> tuple[Tensors, Tensors]:
-    """Return inputs and output. The profiler has only the inputs; the output is derived from them,
-    or both are empty if it cannot be."""
+    """Return inputs and output, which is derived from them; both empty if it cannot be."""
     inputs = tuple(tensors)
     if not inputs:
         return (), ()
@@ -249,24 +229,19 @@ def _convolved(event: FunctionEvent, inputs: Tensors) -> tuple[int, ...]:
         return ()
     strides, paddings = given[0], given[1]
     dilations = given[2] if len(given) > 2 else [1] * len(strides)
+    columns = zip(image[2:], weights[2:], strides, paddings, dilations, strict=True)
     sizes = [
         (size + 2 * padding - dilation * (window - 1) - 1) // stride + 1
-        for size, window, stride, padding, dilation in zip(
-            image[2:], weights[2:], strides, paddings, dilations, strict=True
-        )
+        for size, window, stride, padding, dilation in columns
     ]
     return (image[0], weights[0], *sizes)
 
 
-def _events(found: Sequence[FunctionEvent]) -> list[Event]:
-    start_us = min((event.time_range.start for event in found), default=0)
-    return [
-        Event(
-            event.name.removeprefix(PREFIX),
-            _kind(event.name.removeprefix(PREFIX)),
-            (event.time_range.start - start_us) / 1e6,
-            (event.time_range.end - event.time_range.start) / 1e6,
-            {"input": str(event.input_shapes)},
+def _events(found: Sequence[FunctionEvent]) -> Iterator[Event]:
+    begin_us = min((event.time_range.start for event in found), default=0)
+    for event in found:
+        name, span_us = event.name.removeprefix(PREFIX), event.time_range
+        start_s, seconds = (span_us.start - begin_us) / 1e6, (span_us.end - span_us.start) / 1e6
+        yield Event(
+            name, KINDS.get(name, name), start_s, seconds, {"input": str(event.input_shapes)}
         )
-        for event in found
-    ]

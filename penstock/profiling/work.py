@@ -21,7 +21,6 @@ BITS: Mapping[str, int] = {
     "int4": 4,
 }
 FLOATS = ("fp64", "fp32", "fp16", "bf16", "fp8")
-BYTE_TYPES = ("int8", "uint8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """Operations and bytes; None: unknown. `datatype` is that of the multiplications and selects
-    the peak."""
+    """Operations and bytes; None: unknown. The `datatype` of multiplications selects the peak."""
 
     flops: float | None
     num_bytes: float | None
@@ -112,21 +110,19 @@ PER_ELEMENT: Mapping[str, float] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Max", "Min", "Neg", "Abs", "Relu", "Not"), 1),
     **dict.fromkeys(("And", "Or", "Xor", "Equal", "Greater", "Less", "GreaterOrEqual"), 1),
     **dict.fromkeys(("LessOrEqual", "Floor", "Ceil", "Round", "Sign", "Reciprocal", "Sqrt"), 1),
+    **dict.fromkeys(("Sum", "Mean", "Upsample"), 1),
     **dict.fromkeys(("Clip", "LeakyRelu", "PRelu", "QLinearAdd", "QLinearMul", "Eltwise"), 2),
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear", "BatchNormalization"), 2),
     **dict.fromkeys(("HardSigmoid", "HardSwish", "DynamicQuantizeLinear"), 4),
     **dict.fromkeys(("Exp", "Log", "Pow", "Sigmoid", "Tanh", "Erf", "Elu", "QLinearSigmoid"), 8),
-    **dict.fromkeys(("Softmax", "LogSoftmax", "QLinearSoftmax"), 10),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "QLinearSoftmax", "EmbedLayerNormalization"), 10),
     **dict.fromkeys(("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "Mish", "Swish", "Silu"), 12),
-    **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization", "LRN"), 8),
-    **dict.fromkeys(("InstanceNormalization", "GroupNormalization", "LpNormalization"), 8),
+    **dict.fromkeys(("LayerNormalization", "SimplifiedLayerNormalization", "LRN", "Resize"), 8),
+    **dict.fromkeys(
+        ("InstanceNormalization", "GroupNormalization", "LpNormalization", "Resize"), 8
+    ),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), 9),
-    "EmbedLayerNormalization": 10,
     "RotaryEmbedding": 6,
-    "Sum": 1,
-    "Mean": 1,
-    "Resize": 8,
-    "Upsample": 1,
 }
 # Operations per element of the first input.
 PER_INPUT: Mapping[str, float] = {
@@ -155,15 +151,11 @@ def work_of(kind: str, inputs: Tensors, outputs: Tensors) -> OperatorWork:
 
 def compute_type(kind: str, inputs: Tensors) -> str:
     """Return the datatype whose peak applies; fp32 if integers are only moved or added."""
-    is_integer = kind in QUANTISED or (
-        kind in MULTIPLIERS and bool(inputs) and inputs[0].datatype in BYTE_TYPES
-    )
-    if is_integer:
+    datatypes = [tensor.datatype for tensor in inputs]
+    is_integer = kind in MULTIPLIERS and datatypes[:1] in (["int8"], ["uint8"])
+    if kind in QUANTISED or is_integer:
         return "int8"
-    for tensor in inputs:
-        if tensor.datatype in FLOATS:
-            return tensor.datatype
-    return "fp32"
+    return next((each for each in datatypes if each in FLOATS), "fp32")
 
 
 def _flops(kind: str, inputs: Tensors, outputs: Tensors) -> float | None:
@@ -181,8 +173,7 @@ def _flops(kind: str, inputs: Tensors, outputs: Tensors) -> float | None:
 
 
 def _matmul(inputs: Tensors, outputs: Tensors) -> float:
-    """Derive the inner dimension from the first matrix and the rows of the output, because either
-    matrix may be transposed."""
+    """Derive the inner dimension from input and output: either matrix may be transposed."""
     first, answer = inputs[0].shape, outputs[0].shape
     if len(first) == 1 or len(answer) < 2:
         return 2.0 * outputs[0].num_elements * first[-1]

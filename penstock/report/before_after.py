@@ -23,19 +23,11 @@ DISTURBED = "disturbed"
 
 
 @dataclass(frozen=True, slots=True)
-class FormattedValue:
-    """A value and its 95 % confidence interval: as texts, and as numbers to compare."""
+class FormattedValue(Cell):
+    """A value and, as the cell's detail, its 95 % confidence interval; both to compare, too."""
 
     text: str = units.UNKNOWN
-    range: str = ""
     measured: Interval = Interval(math.nan, math.nan, math.nan)
-
-    def __str__(self) -> str:
-        return str(self.cell)
-
-    @property
-    def cell(self) -> Cell:
-        return Cell(self.text, self.range)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +53,13 @@ def rows(optimization: Optimization) -> list[BeforeAfterRow]:
 
 def table(optimization: Optimization) -> tuple[list[str], list[list[Cell]]]:
     """Return the head and the rows of the table; without a result, of the original alone."""
-    if not has_after(optimization):
-        cells = [[Cell(row.name), row.before.cell] for row in rows(optimization)]
-        return ["", "original"], cells
-    styles = {True: "kept-text", False: "missed-text", None: ""}
-    cells = [
-        [
-            Cell(row.name),
-            row.before.cell,
-            row.after.cell,
-            Cell(row.change, style=styles[row.is_better]),
-        ]
-        for row in rows(optimization)
-    ]
-    return ["", "original", "chosen", "change"], cells
+    head, styles = ["", "original", "chosen", "change"], {True: "kept-text", False: "missed-text"}
+    num_columns = 4 if has_after(optimization) else 2
+    cells = []
+    for row in rows(optimization):
+        change = Cell(row.change, style="" if row.is_better is None else styles[row.is_better])
+        cells.append([Cell(row.name), row.before, row.after, change][:num_columns])
+    return head[:num_columns], cells
 
 
 def is_disturbed(optimization: Optimization) -> bool:
@@ -140,8 +125,9 @@ def _rate(measured: Interval | None, zero: str = "") -> FormattedValue:
     if measured is None or math.isnan(measured.value):
         return UNKNOWN
     if measured.value == 0 and zero:
-        return FormattedValue(zero, "", measured)
-    return FormattedValue(wording.rate(measured.value), units.range_of(measured), measured)
+        return FormattedValue(zero, measured=measured)
+    text = wording.rate(measured.value)
+    return FormattedValue(text, units.range_of(measured), measured=measured)
 
 
 def _duration(measured: Interval | None) -> FormattedValue:
@@ -149,7 +135,7 @@ def _duration(measured: Interval | None) -> FormattedValue:
         return UNKNOWN
     scale = units.SECONDS[units.unit_of([measured.value])]
     range_text = units.range_of(measured, scale) if math.isfinite(measured.value) else ""
-    return FormattedValue(units.duration(measured.value), range_text, measured)
+    return FormattedValue(units.duration(measured.value), range_text, measured=measured)
 
 
 def _cost(served: ServedMeasurement) -> FormattedValue:
@@ -167,7 +153,8 @@ def _exactly(text: str, value: float) -> FormattedValue:
     """Return a value that was measured without an interval, with a narrow one; unknown if NaN."""
     if math.isnan(value):
         return UNKNOWN
-    return FormattedValue(text, "", Interval(value, value * (1 - NEAR), value * (1 + NEAR)))
+    around = Interval(value, value * (1 - NEAR), value * (1 + NEAR))
+    return FormattedValue(text, measured=around)
 
 
 @dataclass(frozen=True, slots=True)

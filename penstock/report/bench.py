@@ -1,5 +1,4 @@
-"""A run as a self-contained HTML page: no network, no other file. Its first line says whether the
-SLO was kept."""
+"""A run as a self-contained HTML page, whose first line says whether the SLO was kept."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from penstock.benchmark.headline import headline_of, level_outcome
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Figures
 from penstock.report import bench_figures, bench_table
-from penstock.report.page import Card, Drawn, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report.page import Card, Drawn, Remark, drawn, render_fragment, rendered
 from penstock.report.tables import Cell
 
 RUN_PLOTS = {
@@ -62,7 +60,10 @@ def page(run: BenchRun) -> str:
         "style": bench_table.OUTCOME_STYLES[verdict.outcome],
         "about": bench_table.about(run),
         "tiles": tiles(run, figures),
-        "remarks": remarks(run),
+        "remarks": [
+            Remark(each[0].severity, each[0].text, bench_table.place_of(run, each))
+            for each in findings.grouped(findings.find(run))
+        ],
         "figures": drawn(bench_figures.run_plots(run, figures), RUN_PLOTS),
         "head": head,
         "rows": rows,
@@ -86,7 +87,7 @@ def fragment(run: BenchRun) -> str:
     if len(figures) == 1:
         plots |= bench_figures.level_plots(run, run.levels[0]) | {"utilisation": None}
     words = {name: (RUN_PLOTS | LEVEL_PLOTS)[name] for name in ("curve", "cdf", "over_time")}
-    return page_fragment(
+    return render_fragment(
         verdict.text,
         bench_table.OUTCOME_STYLES[verdict.outcome],
         tiles(run, figures)[:5],
@@ -100,7 +101,10 @@ def _drawn_levels(
 ) -> list[tuple[int, str, list[Drawn]]]:
     """Draw the levels, beginning with the chosen one and its neighbours, as far as the page has
     room for them."""
-    words = LEVEL_PLOTS | {"utilisation": (LEVEL_PLOTS["utilisation"][0], _machine_note(run))}
+    note = "The server runs elsewhere: its work is not in these lines."
+    if run.environment.is_server_local:
+        note = "The server runs on it too: its work is in these lines."
+    words = LEVEL_PLOTS | {"utilisation": (LEVEL_PLOTS["utilisation"][0], note)}
     found: list[tuple[int, str, list[Drawn]]] = []
     num_bytes = 0
     for index in sorted(range(len(figures)), key=lambda each: abs(each - chosen)):
@@ -119,15 +123,15 @@ def chosen_level(run: BenchRun, figures: list[Figures]) -> int | None:
         return None
     if run.knee is not None and 0 <= run.knee.level < len(figures):
         return run.knee.level
-    kept = [
-        index
-        for index in sorted(findings.deciding_levels(run))
-        if level_outcome(run, run.levels[index]) == "kept"
-    ]
+    deciding = sorted(findings.deciding_levels(run))
+    kept = [index for index in deciding if level_outcome(run, run.levels[index]) == "kept"]
+    return _fastest(figures, kept)
 
-    return max(
-        kept or range(len(figures)), key=lambda index: _known(figures[index].throughput.value)
-    )
+
+def _fastest(figures: list[Figures], indices: list[int]) -> int:
+    """Return which of these levels, or of all if there are none, has the highest throughput."""
+    known = {index: figures[index].throughput.value for index in indices or range(len(figures))}
+    return max(known, key=lambda index: -1.0 if math.isnan(known[index]) else known[index])
 
 
 def tiles(run: BenchRun, figures: list[Figures]) -> list[Card]:
@@ -136,13 +140,13 @@ def tiles(run: BenchRun, figures: list[Figures]) -> list[Card]:
     if chosen is None:
         return []
     row = figures[chosen]
-    p99 = row.latency["p99"]
+    p50, p99 = row.latency["p50"], row.latency["p99"]
     unit = units.unit_of([p99.value])
     interval = units.range_of(p99, units.SECONDS[unit])
     cards = [
         first_tile(run, figures),
         Card("throughput", f"{units.number(row.throughput.value)}/s", f"at {row.label}"),
-        Card("p50", units.duration(row.latency["p50"].value), "median latency"),
+        Card("p50", units.duration(p50.value), "median latency"),
         Card("p99", units.duration(p99.value), f"{interval} {unit}" if interval else ""),
     ]
     if row.output_tokens_per_s is not None:
@@ -174,23 +178,12 @@ def first_tile(run: BenchRun, figures: list[Figures]) -> Card:
         index
         for index, level in enumerate(run.levels)
         if not wanted or level_outcome(run, level) == wanted
-    ] or list(range(len(figures)))
-    best = max(indices, key=lambda index: _known(figures[index].throughput.value))
+    ]
+    best = _fastest(figures, indices)
     text = f"{units.number(figures[best].throughput.value)}/s"
     if not wanted:
         return Card("highest throughput", text, f"at {figures[best].label}")
     return Card("result", f"SLO {wanted} at {text}", f"{run.slo}; {figures[best].label}")
-
-
-def _known(value: float) -> float:
-    return -1.0 if math.isnan(value) else value
-
-
-def remarks(run: BenchRun) -> list[Remark]:
-    grouped = findings.grouped(findings.find(run))
-    return [
-        Remark(each[0].severity, each[0].text, bench_table.place_of(run, each)) for each in grouped
-    ]
 
 
 def _levels(run: BenchRun, figures: list[Figures]) -> tuple[list[str], list[list[Cell]]]:
@@ -198,17 +191,15 @@ def _levels(run: BenchRun, figures: list[Figures]) -> tuple[list[str], list[list
     names = [f"{name}, {unit}" for name in summary.PERCENTILES]
     load, loads = summary.short_loads([level.load for level in run.levels])
     head = [load, "answers/s", *names, "requests", "failed", "busy"]
-    rows = []
+    rows, scale = [], units.SECONDS[unit]
     for index, row in enumerate(figures):
-        scale = units.SECONDS[unit]
-        cells = [Cell(loads[index])]
-        cells.append(Cell(units.number(row.throughput.value), units.range_of(row.throughput)))
+        rate = Cell(units.number(row.throughput.value), units.range_of(row.throughput))
+        cells = [Cell(loads[index]), rate]
         for name, each in row.latency.items():
             detail = units.range_of(each, scale) if name in ("p50", "p99") else ""
             cells.append(Cell(units.number(each.value / scale), detail))
-        style = "missed-text" if row.num_failed else ""
-        cells += [Cell(str(row.num_requests)), Cell(str(row.num_failed), style=style)]
-        cells.append(Cell(bench_table.busy_text(row)))
+        failed = Cell(str(row.num_failed), style="missed-text" if row.num_failed else "")
+        cells += [Cell(str(row.num_requests)), failed, Cell(bench_table.busy_text(row))]
         if run.slo:
             outcome = level_outcome(run, run.levels[index])
             cells.append(Cell(outcome, style=f"{outcome.replace(' ', '-')}-text"))
@@ -229,12 +220,6 @@ def _streams(run: BenchRun, figures: list[Figures]) -> tuple[list[str], list[lis
         tokens = [units.UNKNOWN if rate is None else units.number(rate) for rate in rates]
         rows.append([*map(Cell, (name, *times, *tokens))])
     return [*head, "tokens in/s", "tokens out/s"], rows
-
-
-def _machine_note(run: BenchRun) -> str:
-    if run.environment.is_server_local:
-        return "The server runs on it too: its work is in these lines."
-    return "The server runs elsewhere: its work is not in these lines."
 
 
 def _record(run: BenchRun) -> dict[str, str]:

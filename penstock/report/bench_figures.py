@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from penstock import units
@@ -13,12 +14,13 @@ from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.stats import DurationHistogram
-from penstock.benchmark.summary import Figures
+from penstock.benchmark.summary import PERCENTILES, Figures
 from penstock.report import plots
 from penstock.report.plots import Axis, Bars, Limit, Note, Plot, Series
 from penstock.slo import Latency
 
-MEDIAN_COLOUR, TAIL_COLOUR, FAILURE_COLOUR = plots.BLUE, plots.PURPLE, plots.RED
+# Percentiles that are drawn as lines.
+CURVES = {"p50": plots.BLUE, "p99": plots.PURPLE}
 STREAM_COLOURS = {"ttft": plots.BLUE, "itl": plots.GREEN, "tpot": plots.PURPLE}
 PHASE_COLOURS = {
     "waiting to be sent": "#b08968",
@@ -87,8 +89,7 @@ def _curve(run: BenchRun, figures: Sequence[Figures]) -> Plot | None:
     """Plot latency against throughput, in order of growing load."""
     if len(figures) < 2:
         return None
-    colour_of = {"p50": MEDIAN_COLOUR, "p99": TAIL_COLOUR}
-    series = [curve_series(run, name, name, colour) for name, colour in colour_of.items()]
+    series = [curve_series(run, name, name, colour) for name, colour in CURVES.items()]
     ring, notes = _knee(run, figures)
     return curve_plot([*series, *ring], limit_lines("y", limits(run)), notes)
 
@@ -105,7 +106,7 @@ def curve_series(run: BenchRun, name: str, percentile: str, colour: str) -> Seri
     loads = [level.load for level in run.levels]
     named = dict(zip(map(id, run.levels), summary.short_loads(loads)[1], strict=True))
     levels = sorted(run.levels, key=lambda level: summary.load_size(level.load))
-    percent = summary.PERCENTILES[percentile]
+    percent = PERCENTILES[percentile]
     values = [stats.percentile_interval(each.windows, "latency", percent) for each in levels]
     rates = [stats.throughput_interval(each.windows).value for each in levels]
     return Series(
@@ -114,9 +115,8 @@ def curve_series(run: BenchRun, name: str, percentile: str, colour: str) -> Seri
         [each.value * 1e3 for each in values],
         colour,
         [
-            f"{summary.label_of(level)}\n{units.number(rate)}/s, {name}"
-            f" {units.duration_interval(value)}"
-            for level, rate, value in zip(levels, rates, values, strict=True)
+            f"{each.label}\n{units.number(x)}/s, {name} {units.duration_interval(y)}"
+            for each, x, y in zip(levels, rates, values, strict=True)
         ],
         radii=(4.0,),
         labels=[named[id(each)] for each in levels] if percentile == "p99" else (),
@@ -130,12 +130,10 @@ def _knee(run: BenchRun, figures: Sequence[Figures]) -> tuple[list[Series], tupl
     if knee is None or not 0 <= knee.level < len(figures):
         return [], ()
     at = figures[knee.level]
-    x, y_ms = at.throughput.value, at.latency["p50"].value * 1e3
-    ring = Series(
-        "knee", (x,), (y_ms,), plots.AMBER, (at.label,), 0.0, radii=(9.0,), symbols=("ring",)
-    )
+    x, y_ms, colour = at.throughput.value, at.latency["p50"].value * 1e3, plots.AMBER
+    ring = Series("knee", (x,), (y_ms,), colour, (at.label,), 0.0, radii=(9.0,), symbols=("ring",))
     text = f"knee: concurrency {units.number(knee.concurrency)}"
-    return [ring], (Note(x, y_ms, text, dx=-12, dy=-9, anchor="end", colour=plots.AMBER),)
+    return [ring], (Note(x, y_ms, text, dx=-12, dy=-9, anchor="end", colour=colour),)
 
 
 def nines(percent: float) -> float:
@@ -146,8 +144,7 @@ def nines(percent: float) -> float:
 def cdf_series(
     histogram: DurationHistogram, name: str, colour: str, dash: str = ""
 ) -> Series | None:
-    """Return a distribution up to the last percentile with at least one request beyond; None if it
-    is empty."""
+    """Return a distribution up to the last percentile with a request beyond; None if empty."""
     total = histogram.total
     shown = [each for each in CDF_PERCENTS if total * (1 - each / 100) >= 1]
     if not shown:
@@ -172,7 +169,7 @@ def cdf_plot(
 
 def _cdf(run: BenchRun) -> Plot | None:
     found = [
-        cdf_series(stats.histogram(level.windows, "latency"), summary.label_of(level), colour)
+        cdf_series(stats.histogram(level.windows, "latency"), level.label, colour)
         for level, colour in zip(run.levels, plots.ramp(max(1, len(run.levels))), strict=False)
     ]
     return cdf_plot(found, limit_lines("x", limits(run)))
@@ -180,11 +177,8 @@ def _cdf(run: BenchRun) -> Plot | None:
 
 def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Plot | None:
     title, names = summary.short_loads(list(loads))
-    rows = [
-        (name, row.breakdown.phases())
-        for name, row in zip(names, figures, strict=True)
-        if row.breakdown is not None
-    ]
+    both = zip(names, figures, strict=True)
+    rows = [(name, row.breakdown.phases()) for name, row in both if row.breakdown is not None]
     return stacked(rows, title, PHASE_COLOURS) if rows else None
 
 
@@ -277,34 +271,24 @@ def _over_time(run: BenchRun, level: Level) -> Plot | None:
     middles = [window.start_s + window.length_s / 2 for window in windows]
     empty = DurationHistogram({})
     marks: list[Series | Bars] = []
-    for name, percent, colour in (("p50", 50.0, MEDIAN_COLOUR), ("p99", 99.0, TAIL_COLOUR)):
-        found = [window.metrics.get("latency", empty) for window in windows]
+    for name, colour in CURVES.items():
+        found, percent = [w.metrics.get("latency", empty) for w in windows], PERCENTILES[name]
         values = [each.percentile(percent) if each.total else math.nan for each in found]
         texts = [units.duration(each) for each in values]
         marks.append(Series(name, middles, [each * 1e3 for each in values], colour, texts))
     failures = [sum(window.failures.values()) for window in windows]
     right = None
     if any(failures):
-        marks.insert(0, _failure_bars(level, middles, failures))
+        texts = [f"{number} failed" for number in failures]
+        bars = Bars(
+            "failed requests", middles, [0.0] * len(failures), failures, (plots.RED,), texts
+        )
+        thickness = 0.8 * sum(window.length_s for window in windows) / len(windows)
+        marks.insert(0, replace(bars, thickness=thickness, is_right=True, opacity=0.45))
         # Keep the bars low, below the lines.
         right = Axis("failed requests", has_zero=True, high=3.0 * max(failures))
     y, lines = Axis("latency, ms", is_log=True), limit_lines("y", limits(run))
     return Plot(Axis(SINCE, has_zero=True), y, marks, right, lines, strips="x", strip_unit=" s")
-
-
-def _failure_bars(level: Level, middles: Sequence[float], failures: Sequence[int]) -> Bars:
-    lengths = [window.length_s for window in level.windows]
-    return Bars(
-        "failed requests",
-        middles,
-        [0.0] * len(failures),
-        failures,
-        (FAILURE_COLOUR,),
-        [f"{number} failed" for number in failures],
-        thickness=0.8 * sum(lengths) / len(lengths),
-        is_right=True,
-        opacity=0.45,
-    )
 
 
 def _utilisation(level: Level) -> Plot | None:

@@ -14,8 +14,8 @@ from penstock.benchmark import findings, headline, summary
 from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
 from penstock.benchmark.results import BenchRun
-from penstock.benchmark.summary import Breakdown, Figures
-from penstock.report.tables import TERMINAL_STYLES, figure_table
+from penstock.benchmark.summary import Figures
+from penstock.report.tables import TERMINAL_STYLES, bar, figure_table
 
 # Styles of the headline on a page.
 OUTCOME_STYLES: dict[Outcome, str] = {
@@ -50,7 +50,11 @@ def shown(run: BenchRun) -> Group:
     parts += [Text(text, style="bold") for text in ([""] if answers else []) + answers]
     found = findings.grouped(findings.find(run))
     if found:
-        parts += ["", *(finding_line(run, each) for each in found)]
+        parts.append("")
+    for group in found:
+        place, finding = place_of(run, group), group[0]
+        severity = (f"{finding.severity}: ", SEVERITY_STYLES[finding.severity])
+        parts.append(Text.assemble(severity, f"{place}: " if place else "", finding.text))
     return Group(*parts)
 
 
@@ -96,14 +100,6 @@ def cold_start_text(run: BenchRun) -> str | None:
     return ", ".join(parts) or None
 
 
-def finding_line(run: BenchRun, group: Sequence[Finding]) -> Text:
-    place, finding = place_of(run, group), group[0]
-    style = SEVERITY_STYLES[finding.severity]
-    return Text.assemble(
-        (f"{finding.severity}: ", style), f"{place}: " if place else "", finding.text
-    )
-
-
 def place_of(run: BenchRun, group: Sequence[Finding]) -> str:
     """Name the levels that a finding is about; empty when it is about all of them."""
     indices = [each.level for each in group if each.level is not None]
@@ -111,7 +107,7 @@ def place_of(run: BenchRun, group: Sequence[Finding]) -> str:
         return ""
     if len(indices) > MAX_PLACES:
         return f"{len(indices)} of {len(run.levels)} levels"
-    return ", ".join(summary.label_of(run.levels[index]) for index in indices)
+    return ", ".join(run.levels[index].label for index in indices)
 
 
 def _levels_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:
@@ -136,18 +132,18 @@ def busy_text(row: Figures) -> str:
 
 
 def _streams_table(head: str, names: Sequence[str], figures: Sequence[Figures]) -> Table:
-    metrics = [name for name in summary.STREAM_METRICS if any(name in f.streams for f in figures)]
-    columns = []
-    in_units = {}
-    for metric in metrics:
+    columns, in_units = [], {}
+    for metric in summary.STREAM_METRICS:
         found = [row.streams[metric] for row in figures if metric in row.streams]
-        in_units[metric] = units.unit_of(each[p].value for each in found for p in ("p50", "p99"))
-        columns += [f"{metric.upper()} p50", f"p99 {in_units[metric]}"]
+        if found:
+            unit = units.unit_of(each[p].value for each in found for p in ("p50", "p99"))
+            in_units[metric] = unit
+            columns += [f"{metric.upper()} p50", f"p99 {unit}"]
     table = figure_table(head, *columns, "tokens/s")
     for name, row in zip(names, figures, strict=True):
         cells = [
-            units.in_unit(stream_s(row, metric, percentile), in_units[metric])
-            for metric in metrics
+            units.in_unit(stream_s(row, metric, percentile), unit)
+            for metric, unit in in_units.items()
             for percentile in ("p50", "p99")
         ]
         tokens = row.output_tokens_per_s
@@ -170,17 +166,14 @@ def _breakdown_table(
     columns = ("request", "overhead", "queue", "input", "infer", "output", "outside")
     table = figure_table(head, *columns)
     for name, part in zip(names, parts, strict=True):
-        table.add_row(Text(name), *_breakdown_cells(part, unit, len(columns)))
+        cells = [units.UNKNOWN] * len(columns)
+        if part is not None:
+            inside = (part.server_s, part.overhead_s, part.queue_s)
+            compute = (part.input_s, part.infer_s, part.output_s)
+            cells = [units.in_unit(each, unit) for each in (*inside, *compute, part.outside_s)]
+        table.add_row(Text(name), *cells)
     title = f"In the server, mean per request in {unit} (outside: network and client)"
     return Text(title, style="bold"), table
-
-
-def _breakdown_cells(part: Breakdown | None, unit: str, num_cells: int) -> list[str]:
-    if part is None:
-        return [units.UNKNOWN] * num_cells
-    inside = (part.server_s, part.overhead_s, part.queue_s)
-    compute = (part.input_s, part.infer_s, part.output_s)
-    return [units.in_unit(seconds, unit) for seconds in (*inside, *compute, part.outside_s)]
 
 
 def sweep(runs: Sequence[BenchRun]) -> Group:
@@ -192,10 +185,9 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
     table = figure_table("batch size", *columns, words=("load", ""))
     table.columns[0].justify = "right"
     for (run, row), rate in zip(rows, rates, strict=True):
-        bar = "█" * max(1, round(BAR_WIDTH * rate / best)) if best else ""
         p50, p99 = (units.duration(row.latency[name].value) for name in ("p50", "p99"))
         figures = (units.number(row.throughput.value), units.number(rate))
-        curve = Text(bar, style="cyan")
+        curve = bar(rate, best, BAR_WIDTH) if best else ""
         failed = str(row.num_failed)
         table.add_row(str(run.batch_size), row.label, *figures, curve, p50, p99, failed)
     target = runs[0].target
@@ -206,11 +198,10 @@ def sweep(runs: Sequence[BenchRun]) -> Group:
 
 def sweep_headline(runs: Sequence[BenchRun]) -> str:
     """Say at which batch size most rows are computed."""
-    rates = [
-        (summary.figures_of(run, level).throughput.value * run.batch_size, run.batch_size)
-        for run in runs
-        for level in run.levels
+    rows = [
+        (summary.figures_of(run, level), run.batch_size) for run in runs for level in run.levels
     ]
+    rates = [(row.throughput.value * size, size) for row, size in rows]
     rate, size = max(rates, default=(0.0, 0), key=lambda each: each[0])
     if not rate:
         return "nothing was measured"

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock import units
-from penstock.benchmark import stats, summary
-from penstock.benchmark.comparison import (
-    ComparisonRow,
-    Named,
-    Pair,
-    Verdict,
-    pair_of,
-    ratio_text,
-    summary_text,
-)
+from penstock.benchmark import comparison, stats
+from penstock.benchmark.comparison import ComparisonRow, Named, Pair, Verdict
 from penstock.benchmark.headline import headline_of
 from penstock.report import bench_figures, bench_table, plots
-from penstock.report.page import Card, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
 from penstock.report.plots import Plot
 from penstock.report.tables import TERMINAL_STYLES, Cell, terminal_table
 
@@ -49,7 +40,7 @@ PLOTS = {
 def shown(runs: Sequence[Named]) -> Group:
     parts: list[RenderableType] = []
     for pair in _pairs(runs):
-        parts.append(Text(summary_text(pair), style="bold"))
+        parts.append(Text(comparison.summary_text(pair), style="bold"))
         parts += [
             Text(f"warning: not the same: {each}", style="yellow") for each in pair.differences
         ]
@@ -64,23 +55,16 @@ def shown(runs: Sequence[Named]) -> Group:
 
 
 def _pairs(runs: Sequence[Named]) -> list[Pair]:
-    return [pair_of(runs[0], other) for other in runs[1:]]
-
-
-def _with_load_once(pair: Pair) -> Iterator[tuple[str, ComparisonRow]]:
-    """Yield rows, with the load named in its first row only."""
-    for last, row in zip((None, *pair.rows), pair.rows, strict=False):
-        is_new = last is None or last.load != row.load or row.figure == "throughput"
-        yield row.load if is_new else "", row
+    return [comparison.pair_of(runs[0], other) for other in runs[1:]]
 
 
 def page(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
-    labels = [summary.label_of(level) for level in runs[0].run.levels]
+    labels = [level.label for level in runs[0].run.levels]
     curve = _curve(runs)
     values = {
-        "title": "; ".join(map(summary_text, pairs)),
-        "sentences": [summary_text(pair) for pair in pairs],
+        "title": "; ".join(map(comparison.summary_text, pairs)),
+        "sentences": [comparison.summary_text(pair) for pair in pairs],
         "style": style(pairs),
         "tiles": tiles(pairs),
         "verdicts": {each.name: headline_of(each.run).text for each in runs},
@@ -108,8 +92,8 @@ def page(runs: Sequence[Named]) -> str:
 def fragment(runs: Sequence[Named]) -> str:
     pairs = _pairs(runs)
     shown = [_curve(runs), _cdf(runs, len(runs[0].run.levels) - 1) if runs[0].run.levels else None]
-    return page_fragment(
-        "; ".join(map(summary_text, pairs)),
+    return render_fragment(
+        "; ".join(map(comparison.summary_text, pairs)),
         style(pairs),
         tiles(pairs),
         drawn(dict(zip(PLOTS, shown, strict=True)), PLOTS),
@@ -122,30 +106,21 @@ def tiles(pairs: Sequence[Pair]) -> list[Card]:
     at that load, and other comparisons."""
     found = []
     for pair in pairs:
-        row = _most(pair, "p99")
-        if row is not None:
-            found.append(_tile(pair, row, len(pairs) > 1))
-            found += [
-                _tile(pair, other, len(pairs) > 1)
-                for other in pair.rows
-                if other.load == row.load and other.figure in ("throughput", "p50")
-            ]
+        tails = [row for row in pair.rows if row.figure == "p99" and row.ratio.value > 0]
+        if tails:
+            most = max(tails, key=_difference)
+            at_load = [row for row in pair.rows if row.load == most.load]
+            others = [row for row in at_load if row.figure in ("throughput", "p50")]
+            for row in (most, *others):
+                name = f"{row.figure}, {pair.other.name}" if len(pairs) > 1 else row.figure
+                text = f"{row.base} → {row.other} at {row.load}"
+                found.append(Card(name, speed_text(row), text))
     return found
 
 
-def _most(pair: Pair, figure: str) -> ComparisonRow | None:
-    """Return the row of a figure that differs most; differences that are shown come first."""
-    rows = [row for row in pair.rows if row.figure == figure and row.ratio.value > 0]
-    return max(
-        rows,
-        key=lambda row: (row.verdict != "no difference shown", abs(math.log(row.ratio.value))),
-        default=None,
-    )
-
-
-def _tile(pair: Pair, row: ComparisonRow, is_named: bool) -> Card:
-    name = f"{row.figure}, {pair.other.name}" if is_named else row.figure
-    return Card(name, speed_text(row), f"{row.base} → {row.other} at {row.load}")
+def _difference(row: ComparisonRow) -> tuple[bool, float]:
+    """Order rows by how much they differ; differences that are shown come first."""
+    return row.verdict != "no difference shown", abs(math.log(row.ratio.value))
 
 
 def speed_text(row: ComparisonRow) -> str:
@@ -172,13 +147,14 @@ def _head(base: str, other: str) -> list[str]:
 
 
 def _cells(pair: Pair) -> list[list[Cell]]:
-    return [
-        [
-            *map(Cell, (load, row.figure, row.base, row.other, ratio_text(row.ratio))),
-            Cell(row.verdict, style=CELL_STYLES[row.verdict]),
-        ]
-        for load, row in _with_load_once(pair)
-    ]
+    """Return the rows of the table; a load is named in its first row only."""
+    cells, last = [], ""
+    for row in pair.rows:
+        load = row.load if row.load != last or row.figure == "throughput" else ""
+        texts = (load, row.figure, row.base, row.other, comparison.ratio_text(row.ratio))
+        cells.append([*map(Cell, texts), Cell(row.verdict, style=CELL_STYLES[row.verdict])])
+        last = row.load
+    return cells
 
 
 def _cdf(runs: Sequence[Named], index: int) -> Plot | None:

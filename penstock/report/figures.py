@@ -1,8 +1,5 @@
-"""Plots as SVG elements of a page. Pure.
-
-Colours of text and grid are CSS variables that the page sets, so that one drawing fits a light and
-a dark theme.
-"""
+"""Plots as SVG elements of a page. Pure. Colours of text and grid are CSS variables that the page
+sets, so that one drawing fits a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -13,14 +10,7 @@ from html import escape
 from typing import Literal
 
 from penstock.report import scales
-from penstock.report.marks import (
-    PlotFrame,
-    draw_bars,
-    draw_series,
-    draw_strips,
-    short,
-    text_lines,
-)
+from penstock.report.marks import PlotFrame, draw_bars, draw_series, draw_strips, short, text_lines
 from penstock.report.plots import Bars, Limit, Mark, Note, Plot, Series
 
 WIDTH, HEIGHT = 560.0, 320.0
@@ -37,9 +27,11 @@ MAX_LABELS = 0.42
 LIMIT_COLOUR = "#d9822b"
 
 
-def draw(plot: Plot, label: str = "", width: float = WIDTH, height: float = HEIGHT) -> str:
+def draw(plot: Plot, label: str = "", width: float = WIDTH) -> str:
     """Return an `<svg>` element for a page."""
-    height = _height(plot, height)
+    has_rows = any(isinstance(mark, Bars) and mark.is_horizontal for mark in plot.marks)
+    usual = TOP + 44 + ROW * max(1, len(plot.y.categories)) if has_rows else HEIGHT
+    height = usual if plot.height is None else plot.height
     body = "".join(_body(plot, width, height))
     name = f' aria-label="{escape(label)}"' if label else ""
     return f'<svg viewBox="0 0 {short(width)} {short(height)}" role="img"{name}>{body}</svg>'
@@ -61,14 +53,6 @@ def _legend_key(mark: Mark) -> LegendKey:
     if isinstance(mark, Bars):
         return LegendKey(mark.name, mark.colour(0), "box")
     return LegendKey(mark.name, mark.colour, "line" if mark.width else "dot")
-
-
-def _height(plot: Plot, usual: float) -> float:
-    if plot.height is not None:
-        return plot.height
-    if any(isinstance(mark, Bars) and mark.is_horizontal for mark in plot.marks):
-        return TOP + 44 + ROW * max(1, len(plot.y.categories))
-    return usual
 
 
 def _body(plot: Plot, width: float, height: float) -> Iterator[str]:
@@ -183,30 +167,23 @@ def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 def _limit_line(limit: Limit, frame: PlotFrame) -> str:
     style = f'stroke="{LIMIT_COLOUR}" stroke-width="1.5" stroke-dasharray="5 4"'
     title = f"<title>{escape(limit.text)}</title>" if limit.text else ""
+    line = f"M{short(frame.left)} {short(frame.y(limit.at))}H{short(frame.right)}"
     if limit.axis == "x":
         line = f"M{short(frame.x(limit.at))} {short(frame.top)}V{short(frame.bottom)}"
-    else:
-        line = f"M{short(frame.left)} {short(frame.y(limit.at))}H{short(frame.right)}"
     return f'<path d="{line}" {style}>{title}</path>'
 
 
 def _limit_label(limit: Limit, plot: Plot, frame: PlotFrame) -> str:
     """Label a limit where there is room: beside an upright line, above the freer end of another."""
     if limit.axis == "x":
-        x = frame.x(limit.at)
+        x, y = frame.x(limit.at), frame.top + 10
         is_left = x > (frame.left + frame.right) / 2
-        anchor, at = ("end", x - 5) if is_left else ("start", x + 5)
-        return _limit_text(limit, at, frame.top + 10, anchor)
-    y = frame.y(limit.at) - 5
-    width = LETTER * len(limit.text)
-    left = _clearance(plot, frame, (frame.left, frame.left + width), y - 5)
-    right = _clearance(plot, frame, (frame.right - width, frame.right), y - 5)
-    if left > right:
-        return _limit_text(limit, frame.left + 4, y, "start")
-    return _limit_text(limit, frame.right - 2, y, "end")
-
-
-def _limit_text(limit: Limit, x: float, y: float, anchor: str) -> str:
+        anchor, x = ("end", x - 5) if is_left else ("start", x + 5)
+    else:
+        y, width = frame.y(limit.at) - 5, LETTER * len(limit.text)
+        left = _clearance(plot, frame, (frame.left, frame.left + width), y - 5)
+        right = _clearance(plot, frame, (frame.right - width, frame.right), y - 5)
+        anchor, x = ("start", frame.left + 4) if left > right else ("end", frame.right - 2)
     return text_lines(limit.text, x, y, anchor, f'class="l" style="fill:{LIMIT_COLOUR}"')
 
 

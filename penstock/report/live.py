@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live as Screen
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from penstock import units
-from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.plan import LevelProgress
 from penstock.benchmark.stats import Interval
 
 PHASE_STYLES = {"warm-up": "yellow", "measuring": "green", "draining": "dim"}
@@ -63,7 +63,7 @@ def _name(progress: LevelProgress) -> str:
     return f"[{progress.index}{of}] {progress.level}"
 
 
-def line(progress: LevelProgress) -> Table:
+def line(progress: LevelProgress) -> Group:
     table = Table.grid(padding=(0, 1), expand=False)
     elapsed = f"{progress.elapsed_s:.0f} s"
     bar: ProgressBar | str = ""
@@ -71,24 +71,13 @@ def line(progress: LevelProgress) -> Table:
         elapsed = f"{progress.elapsed_s:.0f}/{progress.of_s:.0f} s"
         share = min(progress.elapsed_s / progress.of_s, 1.0) if progress.of_s > 0 else 1.0
         bar = ProgressBar(total=1.0, completed=share, width=BAR_WIDTH)
-    table.add_row(
-        Text(_name(progress), style="bold"),
-        Text(progress.phase, style=PHASE_STYLES[progress.phase]),
-        bar,
-        elapsed,
-    )
-    whole = Table.grid()
-    whole.add_row(table)
-    whole.add_row(Text.assemble("  ", _now(progress)))
-    return whole
-
-
-def _now(progress: LevelProgress) -> Text:
+    phase = Text(progress.phase, style=PHASE_STYLES[progress.phase])
+    table.add_row(Text(_name(progress), style="bold"), phase, bar, elapsed)
     parts = [f"{units.number(progress.rate)}/s", f"p99 {units.duration(progress.p99_s)} now"]
     if progress.interval is not None:
         parts.append(f"{progress.statistic} {units.duration_interval(progress.interval)} so far")
     parts.append(units.count(progress.num_requests, "request"))
-    return _with_failures(", ".join(parts), progress)
+    return Group(table, _with_failures("  " + ", ".join(parts), progress))
 
 
 def _with_failures(text: str, progress: LevelProgress) -> Text:

@@ -1,7 +1,5 @@
-"""Bars, lines, symbols and hover strips of plots, as SVG. Pure.
-
-`figures` draws what is around them. A mark has its exact values in a `<title>`.
-"""
+"""Bars, lines, symbols and hover strips of plots, as SVG. Pure. `figures` draws what is around
+them. A mark has its exact values in a `<title>`."""
 
 from __future__ import annotations
 
@@ -41,8 +39,7 @@ def short(value: float) -> str:
 
 
 def text_lines(text: str, x: float, y: float, anchor: str, look: str = "", most: int = 1000) -> str:
-    """Draw text of one or more lines with the attributes `look`; lines that are too long are cut,
-    and whole in a title."""
+    """Draw text with the attributes `look`; lines that are too long are cut, and in a title."""
     if not text:
         return ""
     place = "" if anchor == "start" else f' text-anchor="{anchor}"'
@@ -92,10 +89,9 @@ def _bar(bars: Bars, index: int, box: tuple[float, float, float, float]) -> str:
 
 def draw_series(series: Series, plot: Plot, frame: PlotFrame) -> Iterator[str]:
     vertical = frame.vertical(series)
+    least = 0.0 if plot.y.is_log else -math.inf
     points = [
-        None
-        if not (math.isfinite(x) and math.isfinite(y)) or (plot.y.is_log and y <= 0)
-        else (frame.x(x), vertical(y))
+        (frame.x(x), vertical(y)) if math.isfinite(x) and least < y < math.inf else None
         for x, y in zip(series.x, series.y, strict=True)
     ]
     if series.width:
@@ -121,11 +117,8 @@ def _thinned(points: Sequence[tuple[float, float] | None]) -> list[tuple[float, 
     size = math.ceil(len(points) / (MAX_POINTS // 4))
     kept: list[tuple[float, float] | None] = []
     for start in range(0, len(points), size):
-        piece = [
-            (index, point)
-            for index, point in enumerate(points[start : start + size])
-            if point is not None
-        ]
+        listed = enumerate(points[start : start + size])
+        piece = [(index, point) for index, point in listed if point is not None]
         if not piece:
             kept.append(None)
             continue
@@ -161,26 +154,20 @@ def _error_bars(series: Series, frame: PlotFrame, vertical: Scale) -> Iterator[s
 
 
 def _symbol(series: Series, index: int, point: tuple[float, float]) -> str:
-    radius = series.radii[index % len(series.radii)]
+    x, y, r = *point, series.radii[index % len(series.radii)]
     symbol = series.symbols[index % len(series.symbols)] if series.symbols else "circle"
-    x, y, r = point[0], point[1], radius
     title = f"<title>{escape(series.texts[index])}</title>" if series.texts else ""
     line = f'stroke="{series.colour}" stroke-width="2"'
     if symbol == "cross":
         cross = f"M{short(x - r)} {short(y - r)}l{short(2 * r)} {short(2 * r)}m0 {short(-2 * r)}"
         shape = f'<path d="{cross}l{short(-2 * r)} {short(2 * r)}" fill="none" {line}'
     elif symbol in ("down", "down-open"):
-        triangle = (
-            f"M{short(x - r)} {short(y - 0.8 * r)}h{short(2 * r)}l{short(-r)} {short(1.8 * r)}z"
-        )
+        top = f"M{short(x - r)} {short(y - 0.8 * r)}h{short(2 * r)}"
         fill = f'fill="{series.colour}"' if symbol == "down" else f'class="dot" {line}'
-        shape = f'<path d="{triangle}" {fill}'
+        shape = f'<path d="{top}l{short(-r)} {short(1.8 * r)}z" {fill}'
     else:
-        look = f'fill="{series.colour}"'
-        if symbol == "open":
-            look = f'class="dot" {line}'
-        elif symbol == "ring":
-            look = f'fill="none" pointer-events="none" {line}'
+        looks = {"open": 'class="dot" ', "ring": 'fill="none" pointer-events="none" '}
+        look = looks[symbol] + line if symbol in looks else f'fill="{series.colour}"'
         if series.opacity < 1:
             look += f' opacity="{series.opacity}"'
         shape = f'<circle cx="{short(x)}" cy="{short(y)}" r="{short(r)}" {look}'

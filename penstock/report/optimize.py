@@ -8,19 +8,12 @@ import math
 from penstock import units
 from penstock.optimizer import wording
 from penstock.optimizer.results import Optimization, try_of
-from penstock.report import (
-    before_after,
-    optimize_figures,
-    optimize_table,
-    profile_figures,
-    reproduce,
-    tried,
-)
-from penstock.report.page import Card, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report import before_after, optimize_figures, optimize_table, reproduce
+from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
 from penstock.report.plots import Plot
+from penstock.report.profile_figures import roof
 from penstock.report.tables import Cell
-from penstock.report.tried import StepOutcome
+from penstock.report.tried import StepOutcome, by_stage
 
 # Rows of the table without a card.
 LESS_TOLD = ("p50", "answers/s", "answered in time")
@@ -67,6 +60,7 @@ def page(optimization: Optimization) -> str:
     has_after = before_after.has_after(optimization)
     head, rows = before_after.table(optimization)
     plots = all_plots(optimization)
+    chosen, profiled = optimization.chosen, try_of(optimization.tries, optimization.profiled)
     values = {
         "headline": optimize_table.headline(optimization),
         "style": optimize_table.style(optimization),
@@ -80,17 +74,15 @@ def page(optimization: Optimization) -> str:
         "step_figures": drawn(plots, STEP_PLOTS),
         "figures": drawn(plots, PLOTS),
         "has_predictions": any(not phase.is_rate_measured for phase in optimization.phases),
-        "stages": tried.by_stage(optimization),
+        "stages": by_stage(optimization),
         "skipped": [(each, str(each.step or each.pass_name)) for each in optimization.skipped],
         "fallback": _fallback(optimization),
         "profile": optimization.profile,
-        "profiled": _profiled(optimization),
+        "profiled": "" if profiled is None else str(profiled.candidate),
         "next_step": wording.next_step(optimization),
         "steps_of": reproduce.steps_code,
         "files_of": lambda candidate: reproduce.files(optimization, candidate),
-        "build_code": reproduce.build_code(optimization, optimization.chosen)
-        if optimization.chosen is not None
-        else "",
+        "build_code": "" if chosen is None else reproduce.build_code(optimization, chosen),
         "bench": reproduce.bench_commands(optimization),
         "record": _record(optimization),
         "is_text": optimization.form == "text",
@@ -101,7 +93,7 @@ def page(optimization: Optimization) -> str:
 
 
 def fragment(optimization: Optimization) -> str:
-    return page_fragment(
+    return render_fragment(
         optimize_table.headline(optimization),
         optimize_table.style(optimization),
         tiles(optimization)[:5],
@@ -112,11 +104,17 @@ def fragment(optimization: Optimization) -> str:
 
 def all_plots(optimization: Optimization) -> dict[str, Plot | None]:
     profile = optimization.profile
-    roof = None if profile is None else profile_figures.roof(profile.operators, profile.peaks)
-    return {**optimize_figures.plots_of(optimization), "roofline": roof}
+    roofline = None if profile is None else roof(profile.operators, profile.peaks)
+    return {**optimize_figures.plots_of(optimization), "roofline": roofline}
 
 
 def about(optimization: Optimization) -> dict[str, str]:
+    tries = units.count(len(optimization.tries), "candidate")
+    run = f"{tries} in {wording.span(optimization.elapsed_s)}"
+    if optimization.num_measured or optimization.num_remembered:
+        run += f", {units.count(optimization.num_measured, 'measurement')}"
+    if optimization.num_remembered:
+        run += f" and {optimization.num_remembered} remembered from an earlier run"
     return {
         "model": f"{optimization.source} ({optimization.source_text})",
         "SLO": optimization.slo,
@@ -124,51 +122,32 @@ def about(optimization: Optimization) -> dict[str, str]:
         "data": optimization.data_text,
         "chosen": "" if optimization.chosen is None else str(optimization.chosen),
         "version": wording.place(optimization),
-        "run": _run_text(optimization),
+        "run": run,
     }
 
 
-def _profiled(optimization: Optimization) -> str:
-    """Return the candidate that was profiled; empty if unknown."""
-    found = try_of(optimization.tries, optimization.profiled)
-    return "" if found is None else str(found.candidate)
-
-
-def _run_text(optimization: Optimization) -> str:
-    tries = units.count(len(optimization.tries), "candidate")
-    text = f"{tries} in {wording.span(optimization.elapsed_s)}"
-    if optimization.num_measured or optimization.num_remembered:
-        text += f", {units.count(optimization.num_measured, 'measurement')}"
-    if optimization.num_remembered:
-        text += f" and {optimization.num_remembered} remembered from an earlier run"
-    return text
-
-
 def tiles(optimization: Optimization) -> list[Card]:
-    """Return what came of it, then a tile for each main figure of the table: the new value, with
-    the original's below."""
+    """Return what came of it, then each main figure: the new value, with the original's below."""
     has_after = before_after.has_after(optimization)
-    rows = before_after.rows(optimization)
     found = []
-    for row in rows:
+    for row in before_after.rows(optimization):
         if row.name not in LESS_TOLD:
             value = row.after if has_after else row.before
-            detail = f"original: {row.before.text}" if has_after else row.before.range
+            detail = f"original: {row.before.text}" if has_after else row.before.detail
             found.append(Card(row.name, value.text, detail))
     return [first_tile(optimization), *found] if found else []
 
 
 def first_tile(optimization: Optimization) -> Card:
     """Say how many times faster it is, or at which rate the SLO is kept."""
-    faster = _faster(optimization)
-    if faster is not None:
+    if (faster := _faster(optimization)) is not None:
         return faster
     served = optimization.after or optimization.before
     rate = None if served is None else served.max_rate
     if optimization.outcome == "kept" and optimization.slo:
         at = "" if rate is None or not rate.value > 0 else f" at {units.number(rate.value)}/s"
-        by = "by the original" if not before_after.has_after(optimization) else ""
-        return Card("result", f"SLO kept{at}", by or optimization.slo)
+        by = optimization.slo if before_after.has_after(optimization) else "by the original"
+        return Card("result", f"SLO kept{at}", by)
     return Card("result", optimize_table.headline(optimization).partition(":")[0], optimization.slo)
 
 
@@ -184,11 +163,8 @@ def _faster(optimization: Optimization) -> Card | None:
         "p50": (after.p50, before.p50),
     }
     for name, (low, high) in sides.items():
-        row = rows.get(name)
-        if row is None or not row.is_better or low is None or high is None:
-            continue
-        ratio = wording.ratio(low, high)
-        if ratio is not None:
+        row, ratio = rows.get(name), wording.ratio(low, high)
+        if row is not None and row.is_better and ratio is not None:
             times = wording.times(ratio).removesuffix("x")
             return Card(name, f"{times} times faster", f"{row.before.text} → {row.after.text}")
     return None
@@ -198,15 +174,15 @@ def _outcome_style(told: StepOutcome) -> str:
     """Return the style of the chip with a try's outcome."""
     if told.is_chosen:
         return "chosen"
-    return {"kept": "kept", "rejected": "error", "failed": "error"}.get(told.outcome, "note")
+    styles = {"kept": "kept", "rejected": "error", "failed": "error"}
+    return styles.get(told.attempt.outcome, "note")
 
 
 def _fallback(optimization: Optimization) -> list[list[Cell]]:
     """Return the layers kept in float by the chosen candidate, or else by all that have some."""
-    chosen = optimization.chosen
-    line = [] if chosen is None else [chosen.key, *_parents(optimization)]
+    steps = () if optimization.chosen is None else optimization.chosen.steps
     found = [each for each in optimization.tries if each.fallback]
-    of_chosen = [each for each in found if each.candidate.key in line]
+    of_chosen = [t for t in found if t.candidate.steps == steps[: len(t.candidate.steps)]]
     rows = []
     for each in of_chosen or found:
         step = Cell(wording.last_step(each.candidate), style="words")
@@ -216,15 +192,6 @@ def _fallback(optimization: Optimization) -> list[list[Cell]]:
             texts = layer.name, layer.operator, regained, units.duration(layer.lost_s)
             rows.append([*map(Cell, texts), step])
     return rows
-
-
-def _parents(optimization: Optimization) -> list[str]:
-    found = []
-    candidate = optimization.chosen
-    while candidate is not None and candidate.steps:
-        candidate = candidate.parent
-        found.append(candidate.key)
-    return found
 
 
 def _record(optimization: Optimization) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Plots of an optimisation: what each step gave, what was tried, before and after. Pure.
-
-Predicted figures are outlined bars and hollow marks, measured ones are solid.
-"""
+Predicted figures are outlined bars and hollow marks, measured ones are solid."""
 
 from __future__ import annotations
 
@@ -19,20 +17,9 @@ from penstock.optimizer.first_line import chosen_try
 from penstock.optimizer.results import Curve, Optimization, Phase, ServedMeasurement, Try, try_of
 from penstock.report import bench_figures, plots
 from penstock.report.before_after import has_after
-from penstock.report.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    Axis,
-    Limit,
-    Plot,
-    Series,
-    Symbol,
-    WaterfallStep,
-)
+from penstock.report.plots import BLUE, GREEN, GREY, Axis, Limit, Plot, Series, Symbol
 from penstock.slo import Latency, Slo
 
-BEFORE_COLOUR, AFTER_COLOUR = plots.GREY, plots.GREEN
 PHASE_COLOURS = {
     "network and codec": "#9aa5b4",
     "preprocess": "#b08968",
@@ -55,24 +42,22 @@ MIN_SPAN = 0.02
 
 def plots_of(optimization: Optimization) -> dict[str, Plot | None]:
     """Return the plots by name. None: nothing to draw."""
-    metric = wording.metric_of(optimization)
-    return {
-        "latency_steps": _latency_steps(optimization),
-        "rate_steps": _waterfall(optimization.phases, RATE),
+    metric, slo, phases = wording.metric_of(optimization), slo_of(optimization), optimization.phases
+    limit_s = None if slo is None else slo.latency_s
+    found = {
+        "latency_steps": _waterfall(phases, LATENCY, limit_s),
+        "rate_steps": _waterfall(phases, RATE),
         "accuracy_steps": _accuracy_steps(optimization, metric),
-        "cost_steps": _waterfall(optimization.phases, COST),
+        "cost_steps": _waterfall(phases, COST),
         "pareto": _pareto(optimization, metric),
         "curves": _curves(optimization),
         "phases": _phases(optimization),
-        **(_stream_plots(optimization) if optimization.form == "text" else {}),
     }
-
-
-def _stream_plots(optimization: Optimization) -> dict[str, Plot | None]:
-    return {
-        "ttft_curves": _stream_curves(optimization, "ttft", "time to the first token, ms"),
-        "tpot_curves": _stream_curves(optimization, "tpot", "time per token after it, ms"),
-    }
+    if optimization.form == "text":
+        ttft, tpot = "time to the first token, ms", "time per token after it, ms"
+        found["ttft_curves"] = _stream_curves(optimization, "ttft", ttft)
+        found["tpot_curves"] = _stream_curves(optimization, "tpot", tpot)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +88,14 @@ COST = _Quantity(
 )
 
 
-def _latency_steps(optimization: Optimization) -> Plot | None:
-    slo = slo_of(optimization)
-    if slo is None or slo.latency_s is None:
-        return _waterfall(optimization.phases, LATENCY)
-    line = Limit("y", slo.latency_s * 1e3, f"SLO: {units.duration(slo.latency_s)}")
-    return _waterfall(optimization.phases, LATENCY, line)
-
-
 def slo_of(optimization: Optimization) -> Slo | None:
     return promises.parse(optimization.slo) if optimization.slo else None
 
 
 def _waterfall(
-    phases: Sequence[Phase], quantity: _Quantity, limit: Limit | None = None
+    phases: Sequence[Phase], quantity: _Quantity, limit_s: float | None = None
 ) -> Plot | None:
-    """Return a waterfall: the first and last bar start at zero, each one between runs from the
-    previous value to its own. Steps without a value are left out."""
+    """Return a waterfall of the steps that have a value."""
     phases = [phase for phase in phases if not math.isnan(quantity.value(phase))]
     finite = [value for phase in phases if math.isfinite(value := quantity.value(phase))]
     if len(finite) < 2:
@@ -127,13 +103,16 @@ def _waterfall(
     steps = []
     for name, phase in zip(_names(phases), phases, strict=True):
         value, is_measured = quantity.value(phase), quantity.is_measured(phase)
-        steps.append(WaterfallStep(name, value, quantity.text(value), is_measured, phase.label))
+        text = quantity.text(value)
+        steps.append(plots.WaterfallStep(name, value, text, is_measured, phase.label))
+    # The highest value, without those that would make the others too small to see.
+    usual, lines = sorted(finite)[len(finite) // 2], []
+    if limit_s is not None:
+        usual, lines = limit_s * 1e3, [Limit("y", limit_s * 1e3, f"SLO: {units.duration(limit_s)}")]
+    top = max([*(value for value in finite if value <= CUT * usual), usual]) or 1.0
+    is_lower_better = quantity.is_lower_better
     return plots.waterfall(
-        steps,
-        quantity.title,
-        is_lower_better=quantity.is_lower_better,
-        top=_top(finite, None if limit is None else limit.at),
-        limits=() if limit is None else (limit,),
+        steps, quantity.title, is_lower_better=is_lower_better, top=top, limits=lines
     )
 
 
@@ -145,25 +124,13 @@ def _names(phases: Sequence[Phase]) -> list[str]:
         label = wording.short_label(phase.label)
         seen[label] = seen.get(label, 0) + 1
         number = f" {seen[label]}" if seen[label] > 1 else ""
-        found.append(_broken(label) + number)
+        # Long labels are broken into lines, because they stand side by side below the bars.
+        lines = [
+            line if len(line.removesuffix(" →")) <= MAX_LABEL else line.replace("-", "-\n", 1)
+            for line in label.replace(" → ", " →\n").split("\n")
+        ]
+        found.append("\n".join(lines) + number)
     return found
-
-
-def _broken(label: str) -> str:
-    """Break long labels into lines, because they stand side by side below the bars."""
-    lines = label.replace(" → ", " →\n").split("\n")
-    short = [
-        line if len(line.removesuffix(" →")) <= MAX_LABEL else line.replace("-", "-\n", 1)
-        for line in lines
-    ]
-    return "\n".join(short)
-
-
-def _top(finite: Sequence[float], limit: float | None) -> float:
-    """Return the highest value, without those that would make the others too small to see."""
-    usual = sorted(finite)[len(finite) // 2] if limit is None else limit
-    kept = [value for value in finite if value <= CUT * usual]
-    return max([*kept, usual]) or 1.0
 
 
 def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:
@@ -174,7 +141,6 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:
     if len(finite) < 2:
         return None
     scale = 100.0 if wording.is_share(metric) else 1.0
-    low, high = _accuracy_range(optimization, finite)
     texts = [wording.score(metric, value) for value in values]
     series = Series(
         metric,
@@ -188,37 +154,26 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Plot | None:
         radii=(5.0,),
         labels=texts,
     )
-    limits: tuple[Limit, ...] = ()
+    lines: tuple[Limit, ...] = ()
     if (limit := _accuracy_limit(optimization)) is not None:
-        limits = (Limit("y", limit * scale, f"budget: {optimization.accuracy_budget}"),)
-    unit = ", %" if scale > 1 else ""
-    return Plot(
-        Axis(categories=tuple(_names(known)), has_grid=False),
-        Axis(f"{metric or 'score'}{unit}", low=low * scale, high=high * scale),
-        (series,),
-        limits=limits,
-        has_legend=False,
-    )
+        lines = (Limit("y", limit * scale, f"budget: {optimization.accuracy_budget}"),)
+        finite.append(limit)
+    span = max(max(finite) - min(finite), MIN_SPAN * max(map(abs, finite)), 1e-9)
+    middle = (max(finite) + min(finite)) / 2
+    low, high = (middle - 0.7 * span) * scale, (middle + 0.8 * span) * scale
+    x = Axis(categories=tuple(_names(known)), has_grid=False)
+    y = Axis(f"{metric or 'score'}{', %' if scale > 1 else ''}", low=low, high=high)
+    return Plot(x, y, (series,), limits=lines, has_legend=False)
 
 
 def _accuracy_limit(optimization: Optimization) -> float | None:
-    """Return the lowest score that the budget allows; None for a relative budget, or one that
-    limits a rise."""
-    found = optimization.held_out
-    budget = optimization.accuracy_budget
+    """Return the lowest score that the budget allows; None if it is relative or limits a rise."""
+    found, budget = optimization.held_out, optimization.accuracy_budget
     if found is None or wording.is_relative(budget) or " rise " in budget:
         return None
     # The scores of the steps come from other examples than the held-out ones.
     first = next((each.accuracy for each in optimization.phases if each.accuracy is not None), None)
     return (found.original if first is None else first) - found.limit
-
-
-def _accuracy_range(optimization: Optimization, values: Sequence[float]) -> tuple[float, float]:
-    limit = _accuracy_limit(optimization)
-    ends = [*values, *([] if limit is None else [limit])]
-    span = max(max(ends) - min(ends), MIN_SPAN * max(map(abs, ends)), 1e-9)
-    middle = (max(ends) + min(ends)) / 2
-    return middle - 0.7 * span, middle + 0.8 * span
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,32 +241,23 @@ def _pareto(optimization: Optimization, metric: str) -> Plot | None:
     points = points_of(optimization, metric)
     if len(points) < 2:
         return None
-    series = [_front_series(points)]
+    front = _places(front_of(points))
+    series = [Series("best trade", *front, GREY, width=1.5, dash="2 3", step="vh")]
     for outcome, (name, colour, *symbols) in MARKS.items():
         group = [point for point in points if point.attempt.outcome == outcome]
         if group:
             series.append(_marks(group, name, colour, (symbols[0], symbols[1])))
     series += _chosen_mark(optimization, points)
-    losses = [point.loss for point in points]
-    span = max(max(losses) - min(losses), 0.5 if wording.is_share(metric) else 1e-3)
-    title = f"{metric} lost{_loss_unit(optimization, metric)}"
+    losses, is_share = [point.loss for point in points], wording.is_share(metric)
+    room = 0.15 * max(max(losses) - min(losses), 0.5 if is_share else 1e-3)
+    low, high = min(losses) - room, max(losses) + room
+    is_relative = wording.is_relative(optimization.accuracy_budget)
+    unit = ", % of the original's" if is_relative else ", points" if is_share else ""
     # Reversed, so that up is good.
-    y = Axis(title, low=min(losses) - 0.15 * span, high=max(losses) + 0.15 * span, is_reversed=True)
+    y = Axis(f"{metric} lost{unit}", low=low, high=high, is_reversed=True)
     if not metric:
-        y = Axis("accuracy was not judged", low=y.low, high=y.high, ticks=((0.0, ""),))
-    rates = Axis("highest rate that keeps the SLO, per second", has_zero=True)
-    return Plot(rates, y, series)
-
-
-def _loss_unit(optimization: Optimization, metric: str) -> str:
-    if wording.is_relative(optimization.accuracy_budget):
-        return ", % of the original's"
-    return ", points" if wording.is_share(metric) else ""
-
-
-def _front_series(points: Sequence[Point]) -> Series:
-    x, y = _places(front_of(points))
-    return Series("best trade", x, y, GREY, width=1.5, dash="2 3", step="vh")
+        y = Axis("accuracy was not judged", low=low, high=high, ticks=((0.0, ""),))
+    return Plot(Axis("highest rate that keeps the SLO, per second", has_zero=True), y, series)
 
 
 def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
@@ -341,28 +287,19 @@ def _hover(point: Point, name: str) -> str:
 
 
 def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Series]:
-    chosen = chosen_try(optimization)
-    found = [point for point in points if point.attempt is chosen]
-    if not found:
+    chosen, measured = chosen_try(optimization), _measured_rate(optimization.after)
+    point = next((each for each in points if each.attempt is chosen), None)
+    if point is None:
         return []
-    measured = _measured_rate(optimization.after)
-    place, loss = (found[0].rate if measured is None else measured,), (found[0].loss,)
-    mark = Series("chosen", place, loss, plots.AMBER, width=0.0, radii=(10.0,), symbols=("ring",))
-    return [mark]
+    place = (point.rate if measured is None else measured,), (point.loss,)
+    return [Series("chosen", *place, plots.AMBER, width=0.0, radii=(10.0,), symbols=("ring",))]
 
 
-def _sides(optimization: Optimization) -> list[tuple[str, Curve, str]]:
-    """Return the curves of the original and of the chosen candidate, as far as they exist."""
-    sides: list[tuple[str, ServedMeasurement | None, str]] = [
-        ("original", optimization.before, BEFORE_COLOUR)
-    ]
-    if has_after(optimization):
-        sides.append(("chosen", optimization.after, AFTER_COLOUR))
-    return [
-        (name, run.curve, colour)
-        for name, run, colour in sides
-        if run is not None and run.curve is not None
-    ]
+def _sides(optimization: Optimization) -> list[tuple[str, ServedMeasurement, str]]:
+    """Return the original and the chosen candidate with their colours, as far as they exist."""
+    after = optimization.after if has_after(optimization) else None
+    both = (("original", optimization.before, GREY), ("chosen", after, GREEN))
+    return [(name, run, colour) for name, run, colour in both if run is not None]
 
 
 def _curves(optimization: Optimization) -> Plot | None:
@@ -371,11 +308,11 @@ def _curves(optimization: Optimization) -> Plot | None:
     if optimization.form == "text":
         return None
     series = []
-    for name, curve, colour in _sides(optimization):
-        series += [
-            _curve_series(f"{name} p50", curve, curve.throughput, curve.p50_s, colour),
-            _curve_series(f"{name} p99", curve, curve.throughput, curve.p99_s, colour),
-        ]
+    for name, run, colour in _sides(optimization):
+        if (curve := run.curve) is not None:
+            for percentile, seconds in (("p50", curve.p50_s), ("p99", curve.p99_s)):
+                label, x = f"{name} {percentile}", curve.throughput
+                series.append(_curve_series(label, curve, x, seconds, colour))
     series = [each for each in series if any(map(math.isfinite, each.y))]
     if not series:
         return None
@@ -398,8 +335,9 @@ def _stream_curves(optimization: Optimization, metric: str, title: str) -> Plot 
     """Plot the p99 of a streaming metric against the arrival rate, before and after."""
     series = [
         _curve_series(name, curve, curve.rates, seconds, colour)
-        for name, curve, colour in _sides(optimization)
-        if (seconds := curve.ttft_p99_s if metric == "ttft" else curve.tpot_p99_s)
+        for name, run, colour in _sides(optimization)
+        if (curve := run.curve) is not None
+        and (seconds := curve.ttft_p99_s if metric == "ttft" else curve.tpot_p99_s)
     ]
     if not series:
         return None
@@ -425,14 +363,11 @@ def _curve_series(
 
 def _phases(optimization: Optimization) -> Plot | None:
     """Plot the parts of a request's time, before and after; the label has the total."""
-    rows = [("original", optimization.before)]
-    rows += [("chosen", optimization.after)] if has_after(optimization) else []
-    known = [(name, run.phases) for name, run in rows if run is not None and run.phases]
+    known = [(name, run.phases) for name, run, _ in _sides(optimization) if run.phases]
     if not known:
         return None
-    others = dict.fromkeys(
-        name for _, parts in known for name in parts if name not in PHASE_COLOURS
-    )
-    colours = PHASE_COLOURS | dict(zip(others, itertools.cycle(OTHER_PHASES), strict=False))
+    others = [name for _, parts in known for name in parts if name not in PHASE_COLOURS]
+    cycle = itertools.cycle(OTHER_PHASES)
+    colours = PHASE_COLOURS | dict(zip(dict.fromkeys(others), cycle, strict=False))
     bars, unit, totals = bench_figures.phase_bars(known, colours, is_horizontal=True)
     return plots.row_plot(totals, bars, unit, 80.0 + 60.0 * len(known))

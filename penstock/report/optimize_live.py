@@ -53,11 +53,14 @@ class OptimizeDisplay:
         if self._last is None:
             return None
         progress, came_at = self._last
-        return advanced(progress, self._clock() - came_at)
+        seconds = self._clock() - came_at
+        left_s = None if progress.left_s is None else progress.left_s - seconds
+        return replace(progress, elapsed_s=progress.elapsed_s + seconds, left_s=left_s)
 
     def acknowledge(self, count: int) -> None:
         """Say what this Ctrl-C does; callable from any thread."""
-        text = stopping_text(self._now()) if count == 1 else STOPPING_NOW
+        is_first = count == 1
+        text = stopping_text(self._now()) if is_first else f"stopping now without saving; {RESUME}"
         self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def __exit__(self, *_: object) -> None:
@@ -70,57 +73,48 @@ class OptimizeDisplay:
         self._last = progress, self._clock()
         if progress.note:
             self._console.print(Text(progress.note), soft_wrap=True)
-        if progress.best and (last is None or _best(last) != _best(progress)):
-            self._console.print(best_line(progress), soft_wrap=True)
+        best = _best(progress)
+        if best and (last is None or _best(last) != best):
+            self._console.print(Text.assemble(("best so far: ", "green"), best), soft_wrap=True)
         if self._screen is not None:
             self._screen.refresh()
         elif last is None or _place(last) != _place(progress):
-            self._console.print(plain_line(progress), soft_wrap=True)
-
-
-def advanced(progress: Progress, seconds: float) -> Progress:
-    """Return the same progress, `seconds` later."""
-    left_s = None if progress.left_s is None else progress.left_s - seconds
-    return replace(progress, elapsed_s=progress.elapsed_s + seconds, left_s=left_s)
-
-
-STOPPING_NOW = f"stopping now without saving; {RESUME}"
+            # For a file or a log: `[1 min 20 s] quantise: int8-static: accuracy`.
+            text = f"[{wording.span(progress.elapsed_s)}] {': '.join(_place(progress))}"
+            self._console.print(Text(text), soft_wrap=True)
 
 
 def stopping_text(progress: Progress | None) -> str:
     """Say what the first Ctrl-C does, and how to stop sooner."""
     if progress is None or not progress.to_save:
         return f"stopping: nothing to save yet, the original is not measured; {RESUME}"
-    running = ": ".join(filter(None, [progress.candidate, _activity(progress)]))
+    running = ": ".join(_place(replace(progress, stage="")))
     about = "" if progress.finish_s is None else f" (about {wording.span(progress.finish_s)})"
     saving = f"saving {progress.to_save}"
     if progress.to_measure:
         saving = f"measuring {progress.to_measure}; saving it if it is better, else"
         saving += f" {progress.to_save}"
-    return (
-        f"stopping: {running} is dropped; {saving}{about}; press Ctrl-C again to stop now "
-        "without saving"
-    )
+    hint = "press Ctrl-C again to stop now without saving"
+    return f"stopping: {running} is dropped; {saving}{about}; {hint}"
 
 
-def _best(progress: Progress) -> tuple[str, str]:
-    return progress.best, progress.best_text
+def _best(progress: Progress) -> str:
+    return progress.best + (f" ({progress.best_text})" if progress.best_text else "")
 
 
-def _place(progress: Progress) -> tuple[str, str, str]:
-    return progress.stage, progress.candidate, _activity(progress)
-
-
-def _activity(progress: Progress) -> str:
-    """Return what is being done; how far it is follows after a comma and is cut off."""
-    return progress.doing.partition(",")[0]
+def _place(progress: Progress) -> list[str]:
+    """Return what is known of stage, candidate and activity, without how far it is (", 3 of 5")."""
+    parts = (progress.stage, progress.candidate, progress.doing.partition(",")[0])
+    return [part for part in parts if part]
 
 
 def lines(progress: Progress) -> Group:
     """Show the position in the sequence, the current candidate, and the best so far."""
-    found = [sequence(progress.stage, progress.stages), _now(progress)]
+    name = f"{progress.candidate}: " if progress.candidate else ""
+    now = Text.assemble((name, "bold"), progress.doing, (f"  {clock(progress)}", "dim"))
+    found = [sequence(progress.stage, progress.stages), now]
     if progress.best:
-        found.append(Text.assemble(("best so far  ", "dim"), *_best_parts(progress)))
+        found.append(Text.assemble(("best so far  ", "dim"), _best(progress)))
     return Group(*found)
 
 
@@ -137,31 +131,9 @@ def sequence(stage: str, stages: Sequence[str] = STAGES) -> Text:
     return text
 
 
-def _now(progress: Progress) -> Text:
-    parts: list[str | tuple[str, str]] = []
-    if progress.candidate:
-        parts.append((f"{progress.candidate}: ", "bold"))
-    parts += [progress.doing, (f"  {clock(progress)}", "dim")]
-    return Text.assemble(*parts)
-
-
 def clock(progress: Progress) -> str:
     """Format `4 tried, 1 min 20 s, at most 8 min 40 s left`."""
     parts = [f"{progress.num_tried} tried", wording.span(progress.elapsed_s)]
     if progress.left_s is not None:
         parts.append(f"at most {wording.span(max(progress.left_s, 0.0))} left")
     return ", ".join(parts)
-
-
-def plain_line(progress: Progress) -> Text:
-    """Return a line for a file or a log: `[1 min 20 s] quantise: int8-static: accuracy`."""
-    parts = [progress.stage, progress.candidate, _activity(progress)]
-    return Text(f"[{wording.span(progress.elapsed_s)}] {': '.join(filter(None, parts))}")
-
-
-def best_line(progress: Progress) -> Text:
-    return Text.assemble(("best so far: ", "green"), *_best_parts(progress))
-
-
-def _best_parts(progress: Progress) -> list[str]:
-    return [progress.best, f" ({progress.best_text})" if progress.best_text else ""]

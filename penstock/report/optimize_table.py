@@ -11,19 +11,13 @@ from rich.text import Text
 
 from penstock import units
 from penstock.optimizer import first_line, wording
-from penstock.optimizer.results import Optimization, Phase
+from penstock.optimizer.results import Optimization
 from penstock.report import before_after, tried
 from penstock.report.tables import TERMINAL_STYLES, figure_table, terminal_table
 
 # Styles of the headline.
-PAGE_STYLES = {
-    "kept": "kept",
-    "missed": "missed",
-    "refused": "missed",
-    "disturbed": "mixed",
-    "interrupted": "mixed",
-    "failed": "missed",
-}
+PAGE_STYLES = {"kept": "kept", "missed": "missed", "refused": "missed", "failed": "missed"}
+PAGE_STYLES |= {"disturbed": "mixed", "interrupted": "mixed"}
 OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}
 OUTCOME_STYLES |= {"failed": "red", "cut off": "yellow"}
 
@@ -57,35 +51,28 @@ def _steps(optimization: Optimization) -> Table | None:
     if len(phases) < 2:
         return None
     metric = wording.metric_of(optimization)
-    columns = ["highest rate", "p99", metric or "accuracy", "per million"]
-    table = figure_table("step", *columns)
+    table = figure_table("step", "highest rate", "p99", metric or "accuracy", "per million")
     for phase in phases:
         about = "" if phase.is_rate_measured else "≈ "
         accuracy, cost = phase.accuracy, phase.cost_per_million
+        is_guess = not phase.is_measured and not math.isnan(phase.p99_s)
         table.add_row(
             Text(wording.short_label(phase.label)),
             units.UNKNOWN if math.isnan(phase.max_rate) else about + wording.rate(phase.max_rate),
-            _p99(phase),
+            ("≈ " if is_guess else "") + units.duration(phase.p99_s),
             units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
-            f"{about}{units.number(cost)}"
-            if cost is not None and cost < math.inf
-            else units.UNKNOWN,
+            about + units.number(cost) if cost is not None and cost < math.inf else units.UNKNOWN,
         )
     return table
-
-
-def _p99(phase: Phase) -> str:
-    text = units.duration(phase.p99_s)
-    return text if phase.is_measured or text == units.UNKNOWN else f"≈ {text}"
 
 
 def _tried(optimization: Optimization) -> Table | None:
     """Return the candidates that lost, and why."""
     lost = [
-        (stage, told)
+        (stage, told.step, told.attempt)
         for stage, group in tried.by_stage(optimization)
         for told in group
-        if told.outcome != "kept" and not told.is_chosen
+        if told.attempt.outcome != "kept" and not told.is_chosen
     ]
     if not lost:
         return None
@@ -93,9 +80,9 @@ def _tried(optimization: Optimization) -> Table | None:
     for name in ("stage", "not chosen", "outcome", "why"):
         table.add_column(Text(name), overflow="fold")
     last = ""
-    for stage, told in lost:
-        outcome = Text(told.outcome, style=OUTCOME_STYLES[told.outcome])
-        table.add_row("" if stage == last else stage, Text(told.step), outcome, Text(told.reason))
+    for stage, step, attempt in lost:
+        outcome = Text(attempt.outcome, style=OUTCOME_STYLES[attempt.outcome])
+        table.add_row("" if stage == last else stage, Text(step), outcome, Text(attempt.reason))
         last = stage
     return table
 

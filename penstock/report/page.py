@@ -1,7 +1,5 @@
-"""The skeleton of every self-contained HTML page, and the pieces pages are made of.
-
-A page needs no network and no other file. `fragment` is the same for notebooks, without a script.
-"""
+"""The skeleton and the pieces of every self-contained HTML page: it needs no network and no other
+file. A fragment is the same for notebooks, without a script."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from penstock.report.plots import Plot
 from penstock.report.tables import Cell
 
 if TYPE_CHECKING:
-    import jinja2
     from markupsafe import Markup
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -55,10 +52,7 @@ class Drawn:
 
 
 def drawn(
-    plots: Mapping[str, Plot | None],
-    words: Mapping[str, tuple[str, str]],
-    *,
-    has_wide: bool = True,
+    plots: Mapping[str, Plot | None], words: Mapping[str, tuple[str, str]], *, has_wide: bool = True
 ) -> list[Drawn]:
     """Draw the plots that exist, in the order of their words: title and explanation by name. With
     `has_wide`, the last of an odd number has a row of its own."""
@@ -79,13 +73,21 @@ def drawn(
 
 def rendered(template: str, values: Mapping[str, object], folder: Path = TEMPLATES) -> str:
     """Render a template from `folder`; base templates are always here."""
+    import jinja2
     from markupsafe import Markup
 
     shared = {"css": Markup(_text("style.css")), "script": Markup(_text("page.js"))}
-    return str(_environment(folder).get_template(template).render(**values, **shared))
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(template).render(**values, **shared)
 
 
-def fragment(
+def render_fragment(
     headline: str,
     style: str,
     tiles: Sequence[Card],
@@ -93,29 +95,9 @@ def fragment(
     table: tuple[Sequence[str], Sequence[Sequence[Cell]]] = ((), ()),
 ) -> str:
     """Render the heart of a page for a notebook: the verdict, the tiles, plots and a table."""
-    return rendered(
-        "fragment.html.jinja",
-        {
-            "headline": headline,
-            "style": style,
-            "tiles": tiles,
-            "figures": [replace(each, is_wide=False) for each in shown],
-            "head": table[0],
-            "rows": table[1],
-        },
-    )
-
-
-def _environment(folder: Path) -> jinja2.Environment:
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    values = {"headline": headline, "style": style, "tiles": tiles, "head": table[0]}
+    figures = [replace(each, is_wide=False) for each in shown]
+    return rendered("fragment.html.jinja", {**values, "figures": figures, "rows": table[1]})
 
 
 @cache

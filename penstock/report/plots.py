@@ -1,8 +1,5 @@
-"""Plots as values: axes, series of points, bars, limits and notes. Pure.
-
-`figures` draws them as SVG. Nothing here knows runs or optimisations; the modules `*_figures` make
-plots of results.
-"""
+"""Plots as values: axes, series of points, bars, limits and notes. Pure. `figures` draws them as
+SVG; the modules `*_figures` make plots of results, which nothing here knows."""
 
 from __future__ import annotations
 
@@ -139,13 +136,6 @@ class Plot:
     # None: as usual.
     height: float | None = None
 
-    def named(self, name: str) -> Mark:
-        """Return the mark with this name; KeyError if it is missing."""
-        for mark in self.marks:
-            if mark.name == name:
-                return mark
-        raise KeyError(name)
-
 
 def ramp(number: int) -> list[str]:
     """Return this many colours, from low to high."""
@@ -212,65 +202,39 @@ def waterfall(
     top: float | None = None,
     limits: Sequence[Limit] = (),
 ) -> Plot:
-    """Plot steps from the first value to the last; bars beyond `top` are cut off."""
-    values = [step.value for step in steps]
-    top = top or max(value for value in values if math.isfinite(value)) or 1.0
+    """Plot steps from the first value to the last; bars beyond `top` are cut off. The first, the
+    last and infinite ones (nothing was answered) begin at zero, others at the value before."""
+    top = top or max(step.value for step in steps if math.isfinite(step.value)) or 1.0
     edge = top * 1.12
-    bars = [_bar(values, index, is_lower_better) for index in range(len(values))]
-    texts = [step.text + (" ↑" if step.value > top else "") for step in steps]
+    spans, colours, texts, notes, marks = [], [], [], [], list[Mark]()
+    for index, step in enumerate(steps):
+        start, colour = 0.0, BLUE
+        if 0 < index < len(steps) - 1 and math.isfinite(step.value):
+            start = steps[index - 1].value
+            colour = GREEN if (step.value < start) is is_lower_better else RED
+        low, high = sorted((start, step.value))
+        spans.append((min(low, edge), min(high, edge)))
+        colours.append(colour)
+        texts.append(f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}")
+        text = step.text + (" ↑" if step.value > top else "")
+        at, dy = (edge, -4.0) if high > top else (high, -5.0)
+        notes.append(Note(float(index), at, text, dy=dy))
+        if index < len(steps) - 1 and step.value <= top:
+            x, y = (index + HALF_BAR, index + 1 - HALF_BAR), (step.value, step.value)
+            line = Series("", x, y, GREY, width=1.0, dash="2 3", in_legend=False)
+            marks.append(line)
+    lows, highs = zip(*spans, strict=True)
     trace = Bars(
         title,
         range(len(steps)),
-        tuple(min(low, edge) for low, _, _ in bars),
-        tuple(min(high, edge) for _, high, _ in bars),
-        tuple(colour for _, _, colour in bars),
-        [
-            f"{step.label}: {step.text}{'' if step.is_measured else ' (predicted)'}"
-            for step in steps
-        ],
-        outlined=tuple(not step.is_measured for step in steps),
+        lows,
+        highs,
+        tuple(colours),
+        texts,
+        outlined=tuple(not each.is_measured for each in steps),
         thickness=2 * HALF_BAR,
         in_legend=False,
     )
-    return Plot(
-        Axis(categories=tuple(step.name for step in steps), has_grid=False),
-        Axis(title, low=0.0, high=edge),
-        (*_connectors(values, top), trace),
-        limits=limits,
-        notes=_labels(values, texts, top),
-        has_legend=False,
-    )
-
-
-def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> tuple[float, float, str]:
-    """Return the ends of a bar, and its colour."""
-    value = values[index]
-    if not math.isfinite(value):
-        # Nothing was answered: beyond the top of any plot.
-        return 0.0, math.inf, BLUE
-    if index in (0, len(values) - 1):
-        return 0.0, value, BLUE
-    low, high = sorted((values[index - 1], value))
-    is_better = (value < values[index - 1]) is is_lower_better
-    return low, high, GREEN if is_better else RED
-
-
-def _connectors(values: Sequence[float], top: float) -> list[Series]:
-    found = []
-    for index, value in enumerate(values[:-1]):
-        if math.isfinite(value) and value <= top:
-            ends = (index + HALF_BAR, index + 1 - HALF_BAR)
-            line = Series("", ends, (value, value), GREY, width=1.0, dash="2 3", in_legend=False)
-            found.append(line)
-    return found
-
-
-def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[Note]:
-    """Label the upper end of each bar."""
-    found = []
-    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
-        before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
-        end = max(value, before)
-        at, dy = (top * 1.12, -4.0) if end > top else (end, -5.0)
-        found.append(Note(float(index), at, text, dy=dy))
-    return found
+    x_axis = Axis(categories=tuple(step.name for step in steps), has_grid=False)
+    y_axis = Axis(title, low=0.0, high=edge)
+    return Plot(x_axis, y_axis, [*marks, trace], limits=limits, notes=notes, has_legend=False)

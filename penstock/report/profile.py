@@ -5,8 +5,7 @@ from __future__ import annotations
 from penstock import units
 from penstock.profiling.results import Profile
 from penstock.report import profile_figures, profile_table
-from penstock.report.page import Card, Remark, drawn, rendered
-from penstock.report.page import fragment as page_fragment
+from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
 from penstock.report.tables import Cell
 
 NUM_OPERATORS = 40
@@ -47,26 +46,30 @@ def page(profile: Profile, command: str = "") -> str:
 
 def fragment(profile: Profile) -> str:
     shown = drawn(profile_figures.plots_of(profile), PLOTS)
-    return page_fragment(profile.recommendation, "plain", tiles(profile), shown[:2])
+    return render_fragment(profile.recommendation, "plain", tiles(profile), shown[:2])
 
 
 def about(profile: Profile) -> dict[str, str]:
+    runs = units.count(profile.num_runs, "run")
     return {
         "model": f"{profile.model} on {profile.backend}",
         "batch": profile.batch,
-        "time": f"{units.duration(profile.total_s)}, median of"
-        f" {units.count(profile.num_runs, 'run')}",
+        "time": f"{units.duration(profile.total_s)}, median of {runs}",
         "inputs": profile.inputs,
     }
 
 
 def tiles(profile: Profile) -> list[Card]:
-    cards = [
-        first_tile(profile),
-        Card("one batch", units.duration(profile.total_s), profile.batch),
-        *([Card("bound by", profile.bound)] if profile.steps else []),
-        *_ceiling_cards(profile),
-    ]
+    cards = [first_tile(profile), Card("one batch", units.duration(profile.total_s), profile.batch)]
+    if profile.steps:
+        cards.append(Card("bound by", profile.bound))
+    # Possible speed-ups are unknown if the runs were disturbed.
+    if profile.headroom is not None:
+        headroom = f"{profile.headroom:.2g}x"
+        cards.append(Card("at the peaks", headroom, "as fast, same operators and datatypes"))
+    if profile.limit_share is not None:
+        limit = f"{profile.limit_share:.0%}"
+        cards.append(Card("of its limit", limit, "the model's FLOP and bytes at the peaks"))
     if profile.single_thread_s:
         gained = profile.single_thread_s / profile.total_s
         threads = units.count(profile.peaks.num_threads, "thread")
@@ -80,18 +83,6 @@ def first_tile(profile: Profile) -> Card:
         return Card("result", f"bound by {profile.bound}", "no step is recommended")
     times = f"{profile.ceiling:.2g} times faster at most"
     return Card("next step", times, profile.steps[0].name)
-
-
-def _ceiling_cards(profile: Profile) -> list[Card]:
-    """Return cards on possible speed-ups; empty if the runs were disturbed."""
-    cards = []
-    if profile.headroom is not None:
-        headroom = f"{profile.headroom:.2g}x"
-        cards.append(Card("at the peaks", headroom, "as fast, same operators and datatypes"))
-    if profile.limit_share is not None:
-        limit = f"{profile.limit_share:.0%}"
-        cards.append(Card("of its limit", limit, "the model's FLOP and bytes at the peaks"))
-    return cards
 
 
 def _rows(profile: Profile) -> list[list[Cell]]:

@@ -54,11 +54,8 @@ def plots_of(profile: Profile) -> dict[str, Plot | None]:
 def roof(operators: Sequence[Operator], peaks: Peaks) -> Plot | None:
     """Plot FLOP/s against FLOP per byte, both logarithmic, under the measured roofs."""
     least_s = MIN_SHARE * sum(each.seconds for each in operators)
-    known = [
-        each
-        for each in operators
-        if each.flops and each.num_bytes and each.seconds > 0 and each.seconds >= least_s
-    ]
+    known = [each for each in operators if each.flops and each.num_bytes and each.seconds > 0]
+    known = [each for each in known if each.seconds >= least_s]
     known = sorted(known, key=lambda each: -each.seconds)[:MAX_DOTS]
     if not known or not peaks.flops:
         return None
@@ -83,9 +80,8 @@ def _roofs(peaks: Peaks, low: float, high: float) -> list[Series]:
         slopes.append(("caches", peaks.cache_bytes_per_s, CACHE_COLOUR))
     lines = []
     for name, rate, colour in slopes:
-        end = highest / rate
-        text = f"{name} {units.number(rate / 1e9)} GB/s"
-        lines.append(Series(text, (low, end), (low * rate / 1e9, highest / 1e9), colour))
+        text, x = f"{name} {units.number(rate / 1e9)} GB/s", (low, highest / rate)
+        lines.append(Series(text, x, (low * rate / 1e9, highest / 1e9), colour))
     fastest = max(rate for _, rate, _ in slopes)
     for name, value in peaks.flops.items():
         label = f"{name.upper()} {units.number(value / 1e9)} GFLOP/s"
@@ -141,40 +137,32 @@ def timeline(gpu: GpuTime | None) -> Plot | None:
     if gpu is None or not gpu.timeline:
         return None
     spans = gpu.timeline[:MAX_SPANS]
-    lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
-    bars = []
-    for place, lane in enumerate(lanes):
-        name, colour = LANES[lane]
-        listed = [span for span in spans if span.lane == lane]
-        bars.append(
-            Bars(
-                name,
-                [float(place)] * len(listed),
-                [each.start_s * 1e3 for each in listed],
-                [(each.start_s + each.seconds) * 1e3 for each in listed],
-                (colour,),
-                [f"{each.name}\n{units.duration(each.seconds)}" for each in listed],
-                is_horizontal=True,
-                in_legend=False,
-            )
+    lanes = {lane: [span for span in spans if span.lane == lane] for lane in LANES}
+    lanes = {lane: listed for lane, listed in lanes.items() if listed}
+    bars = [
+        Bars(
+            LANES[lane][0],
+            [float(place)] * len(listed),
+            [each.start_s * 1e3 for each in listed],
+            [(each.start_s + each.seconds) * 1e3 for each in listed],
+            (LANES[lane][1],),
+            [f"{each.name}\n{units.duration(each.seconds)}" for each in listed],
+            is_horizontal=True,
+            in_legend=False,
         )
+        for place, (lane, listed) in enumerate(lanes.items())
+    ]
     return plots.row_plot([LANES[lane][0] for lane in lanes], bars, "ms")
 
 
 def _buckets(buckets: Sequence[RequestPhase]) -> Plot | None:
     if not buckets:
         return None
-    texts = [units.duration(each.seconds) for each in buckets]
-    names = [each.name for each in buckets]
-    bars = _bars(
-        "one request",
-        ROOF_COLOURS["fp32"],
-        range(len(buckets)),
-        [each.seconds * 1e3 for each in buckets],
-        [f"{name}: {text}" for name, text in zip(names, texts, strict=True)],
-        texts,
-    )
-    return plots.row_plot(names, [bars], "ms")
+    names, values = [each.name for each in buckets], [each.seconds * 1e3 for each in buckets]
+    labels = [units.duration(each.seconds) for each in buckets]
+    texts = [f"{name}: {label}" for name, label in zip(names, labels, strict=True)]
+    bars = _bars("one request", "fp32", range(len(buckets)), values)
+    return plots.row_plot(names, [replace(bars, texts=texts, labels=labels)], "ms")
 
 
 def _steps(profile: Profile) -> Plot | None:
@@ -182,27 +170,17 @@ def _steps(profile: Profile) -> Plot | None:
     if not profile.steps:
         return None
     bars = []
-    for is_latency, label, peak in (
-        (True, "latency and rate", "fp32"),
-        (False, "rate only", "bf16"),
-    ):
+    for name, peak in (("latency and rate", "fp32"), ("rate only", "bf16")):
+        is_latency = name != "rate only"
         places = [n for n, step in enumerate(profile.steps) if step.is_latency is is_latency]
         steps = [profile.steps[place] for place in places]
         if steps:
-            ceilings = [step.ceiling for step in steps]
-            texts, times = [step.text for step in steps], [f"{units.number(n)}x" for n in ceilings]
-            bars.append(_bars(label, ROOF_COLOURS[peak], places, ceilings, texts, times))
+            made = _bars(name, peak, places, [step.ceiling for step in steps])
+            labels = [f"{units.number(step.ceiling)}x" for step in steps]
+            bars.append(replace(made, texts=[step.text for step in steps], labels=labels))
     return plots.row_plot([step.name for step in profile.steps], bars, "times as fast, at most")
 
 
-def _bars(
-    name: str,
-    colour: str,
-    places: Sequence[int],
-    values: Sequence[float],
-    texts: Sequence[str],
-    labels: Sequence[str],
-) -> Bars:
-    zeros = [0.0] * len(values)
-    bars = Bars(name, places, zeros, values, (colour,), texts, labels)
+def _bars(name: str, peak: str, places: Sequence[int], values: Sequence[float]) -> Bars:
+    bars = Bars(name, places, [0.0] * len(values), values, (ROOF_COLOURS[peak],))
     return replace(bars, thickness=0.6, is_horizontal=True)

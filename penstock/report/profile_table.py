@@ -12,12 +12,13 @@ from rich.text import Text
 from penstock import units
 from penstock.profiling import roofline
 from penstock.profiling.results import GpuTime, Operator, Peaks, Profile, RequestPhase
-from penstock.report.tables import figure_table
+from penstock.report.tables import bar, figure_table, section
 
 NUM_OPERATORS = 12
 NUM_TYPES = 8
-KERNEL_WIDTH = 60
-BAR_WIDTH = 20
+NAME_WIDTH, KERNEL_WIDTH = 44, 60
+# Width of a full bar, and what is shown of one that is shorter than a letter.
+BAR = (20, "▏")
 BOUND_STYLES = {
     "compute": "green",
     "memory": "yellow",
@@ -28,20 +29,18 @@ BOUND_STYLES = {
 
 
 def shown(profile: Profile) -> Group:
-    parts: list[RenderableType] = [
-        Text(profile.recommendation, style="bold"),
-        Text(about(profile), style="dim"),
-    ]
+    parts: list[RenderableType] = [Text(profile.recommendation, style="bold")]
+    parts.append(Text(about(profile), style="dim"))
     parts += [Text(f"- {line}") for line in profile.findings]
     if profile.operators:
-        parts += [_section("By type"), _types(profile)]
-        parts += [_section("Longest operators"), _operators(profile)]
+        parts += [section("By type"), _types(profile)]
+        parts += [section("Longest operators"), _operators(profile)]
     if profile.gpu is not None:
-        parts += [_section("Longest kernels"), _kernels(profile.gpu)]
-    parts += [_section("Peaks of this device"), Text(peaks_text(profile.peaks))]
-    parts += [_section("One request, alone"), _buckets(profile.buckets)]
+        parts += [section("Longest kernels"), _kernels(profile.gpu)]
+    parts += [section("Peaks of this device"), Text(peaks_text(profile.peaks))]
+    parts += [section("One request, alone"), _buckets(profile.buckets)]
     if profile.steps:
-        parts += [_section("What could be done (ceilings, not promises)")]
+        parts += [section("What could be done (ceilings, not promises)")]
         parts += [Text(f"- {step.text}") for step in profile.steps]
     return Group(*parts)
 
@@ -57,10 +56,8 @@ def about(profile: Profile) -> str:
 
 def peaks_text(peaks: Peaks) -> str:
     flops = [f"{name.upper()} {scaled(value, 'FLOP/s')}" for name, value in peaks.flops.items()]
-    threads = units.count(peaks.num_threads, "thread")
-    text = (
-        f"{peaks.device}, {threads}: {', '.join(flops)}; memory {scaled(peaks.bytes_per_s, 'B/s')}"
-    )
+    threads, memory = units.count(peaks.num_threads, "thread"), scaled(peaks.bytes_per_s, "B/s")
+    text = f"{peaks.device}, {threads}: {', '.join(flops)}; memory {memory}"
     if peaks.cache_bytes_per_s:
         text += f", caches {scaled(peaks.cache_bytes_per_s, 'B/s')}"
     if peaks.host_bytes_per_s:
@@ -94,27 +91,17 @@ def whole_s(profile: Profile) -> float:
     return max(profile.total_s, sum(each.seconds for each in profile.operators))
 
 
-def _section(title: str) -> Text:
-    return Text.assemble("\n", (title, "bold cyan"))
-
-
-def _bar(part: float, whole: float) -> Text:
-    width = round(BAR_WIDTH * part / whole) if whole else 0
-    return Text("█" * width or "▏", style="cyan")
-
-
 def _types(profile: Profile) -> Table:
     whole = whole_s(profile)
     unit = units.unit_of([whole])
-    table = figure_table(
-        "type", "", "share", unit, "calls", "FLOP", "bytes", "of roof", words=("",)
-    )
+    columns = ("", "share", unit, "calls", "FLOP", "bytes", "of roof")
+    table = figure_table("type", *columns, words=("",))
     groups = roofline.by_type(profile.operators)
     for kind, operators in groups[:NUM_TYPES]:
         seconds = sum(each.seconds for each in operators)
         table.add_row(
             Text(kind),
-            _bar(seconds, whole),
+            bar(seconds, whole, *BAR),
             units.share(seconds, whole),
             units.in_unit(seconds, unit),
             str(sum(each.num_calls for each in operators)),
@@ -127,7 +114,7 @@ def _types(profile: Profile) -> Table:
         seconds = sum(each.seconds for each in rest)
         name = Text(f"{len(groups) - NUM_TYPES} others", style="dim")
         share = units.share(seconds, whole)
-        table.add_row(name, _bar(seconds, whole), share, units.in_unit(seconds, unit))
+        table.add_row(name, bar(seconds, whole, *BAR), share, units.in_unit(seconds, unit))
     return table
 
 
@@ -143,7 +130,8 @@ def _operators(profile: Profile) -> Table:
     table = figure_table("operator", *columns, words=("type", "bound"))
     for each in profile.operators[:NUM_OPERATORS]:
         table.add_row(
-            Text(_short(each.name)),
+            # The end of a name says most.
+            Text(each.name if len(each.name) <= NAME_WIDTH else f"…{each.name[1 - NAME_WIDTH :]}"),
             Text(each.type),
             Text(each.bound, style=BOUND_STYLES[each.bound]),
             units.share(each.seconds, whole),
@@ -185,15 +173,10 @@ def intensity_text(operator: Operator) -> str:
     return units.number(operator.flops / operator.num_bytes)
 
 
-def _short(name: str, width: int = 44) -> str:
-    """Keep the end of the name, which says most."""
-    return name if len(name) <= width else f"…{name[1 - width :]}"
-
-
 def _buckets(buckets: Sequence[RequestPhase]) -> Table:
     whole = sum(each.seconds for each in buckets)
     table = figure_table("part", "", "share", "time", words=("",))
     for each in buckets:
-        share = units.share(each.seconds, whole)
-        table.add_row(each.name, _bar(each.seconds, whole), share, units.duration(each.seconds))
+        share, time = units.share(each.seconds, whole), units.duration(each.seconds)
+        table.add_row(each.name, bar(each.seconds, whole, *BAR), share, time)
     return table

@@ -1,5 +1,4 @@
-"""How to reproduce a candidate: its steps, code that builds it, commands that measure it. Pure
-text."""
+"""How to reproduce a candidate: its steps, code that builds it, commands that measure it. Pure."""
 
 from __future__ import annotations
 
@@ -46,16 +45,8 @@ for number, step in enumerate(steps, 1):
     build = Build(build.candidate.then(step), folder, layout.read(folder).configs[-1])
 print(build.folder)
 """
-# Fields of the plan that a build depends on, with their flags.
-PLAN_FLAGS = {
-    "data": "--data",
-    "data_name": "--data-name",
-    "labels": "--labels",
-    "calibration": "--calibration",
-    "preprocess": "--preprocess",
-    "postprocess": "--postprocess",
-    "device": "--device",
-}
+# Fields of the plan that a build depends on; they are named as their flags.
+PLAN_FIELDS = ["data", "data_name", "labels", "calibration", "preprocess", "postprocess", "device"]
 
 
 def steps_code(candidate: Candidate) -> str:
@@ -71,7 +62,8 @@ def build_code(optimization: Optimization, candidate: Candidate) -> str:
         return parameters(candidate)
     flags = _flags(optimization.command)
     known = {"model": optimization.source, "name": optimization.name, "out": REBUILT}
-    known |= {field: flags[flag] for field, flag in PLAN_FLAGS.items() if flag in flags}
+    given = {field: flags.get(f"--{field.replace('_', '-')}") for field in PLAN_FIELDS}
+    known |= {field: value for field, value in given.items() if value is not None}
     words = [f"{field}={value!r}" for field, value in known.items()]
     words += [f"seed={flags['--seed']}"] if flags.get("--seed", "").isdecimal() else []
     return BUILD.format(steps=steps_code(candidate), plan=", ".join(words))

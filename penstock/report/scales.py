@@ -73,25 +73,25 @@ def _log_limits(values: list[float]) -> tuple[float, float]:
     if not positive:
         return 1.0, 10.0
     low, high = math.log10(min(positive)), math.log10(max(positive))
-    if high - low < math.log10(NARROW):
-        middle = (low + high) / 2
-        return 10 ** (middle - math.log10(NARROW)), 10 ** (middle + math.log10(NARROW))
     room = (high - low) * ROOM
+    if high - low < math.log10(NARROW):
+        low = high = (low + high) / 2
+        room = math.log10(NARROW)
     return float(10 ** (low - room)), float(10 ** (high + room))
 
 
-def ticks(axis: Axis, found: Scale, num_ticks: int = NUM_TICKS) -> list[tuple[float, str]]:
+def ticks(axis: Axis, found: Scale) -> list[tuple[float, str]]:
     """Return the ticks inside the plot, with their labels."""
     if axis.categories:
         return [(float(index), text) for index, text in enumerate(axis.categories)]
     if axis.ticks:
         return [(value, text) for value, text in axis.ticks if found.is_inside(value)]
-    values = _log_ticks(found) if axis.is_log else _linear_ticks(found, num_ticks)
+    values = _log_ticks(found) if axis.is_log else _linear_ticks(found)
     return [(value, _label(value)) for value in values]
 
 
-def _linear_ticks(found: Scale, num_ticks: int) -> list[float]:
-    raw = (found.high - found.low) / num_ticks
+def _linear_ticks(found: Scale) -> list[float]:
+    raw = (found.high - found.low) / NUM_TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(each * power for each in MANTISSAS if each * power >= raw * 0.999)
     first = math.ceil(found.low / step - 1e-9)

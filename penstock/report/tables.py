@@ -32,13 +32,21 @@ class Cell:
         return f"{self.text} ({self.detail})" if self.detail else self.text
 
 
+def section(title: str) -> Text:
+    return Text.assemble("\n", (title, "bold cyan"))
+
+
+def bar(part: float, whole: float, width: int, least: str = "█") -> Text:
+    """Draw a share of a full bar's `width`, or `least` if it would not be visible."""
+    return Text("█" * (round(width * part / whole) if whole else 0) or least, style="cyan")
+
+
 def figure_table(first: str, *others: str, words: Collection[str] = ()) -> Table:
     """Make a terminal table; besides the first column, those in `words` hold text."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(Text(first), overflow="fold")
     for name in others:
-        is_word = name in words
-        table.add_column(Text(name), justify="left" if is_word else "right", no_wrap=True)
+        table.add_column(Text(name), justify="left" if name in words else "right", no_wrap=True)
     return table
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock import units
@@ -14,7 +14,7 @@ from penstock.optimizer.candidates import STAGES, Stage
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.first_line import chosen_try
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.results import Optimization, Try
+from penstock.optimizer.results import Optimization, ServedMeasurement, Try
 from penstock.optimizer.simulate import TimeTable
 
 # Operator types that are listed; the rest are counted.
@@ -23,17 +23,14 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    # The step it adds to its parent, and the whole candidate.
+    """A try in words; `step` is the one it adds to its parent, `gates` the result of each gate."""
+
     step: str
-    candidate: str
-    outcome: str
-    reason: str
     accuracy: str
     rate: str
     p99: str
     took: str
     is_chosen: bool
-    # Result of each gate by name.
     gates: Mapping[str, str]
     attempt: Try
 
@@ -44,26 +41,20 @@ def by_stage(optimization: Optimization) -> list[tuple[Stage, list[StepOutcome]]
     counts = Counter(wording.last_step(each.candidate) for each in optimization.tries)
     groups: dict[Stage, list[StepOutcome]] = {stage: [] for stage in STAGES}
     for each in optimization.tries:
-        groups[each.stage].append(_outcome(each, each is chosen, counts))
+        last, judged, served = wording.last_step(each.candidate), each.accuracy, each.served
+        outcome = StepOutcome(
+            # If several candidates end with the same step, show all steps.
+            step=last if counts[last] == 1 else str(each.candidate),
+            accuracy=wording.score(judged.metric, judged.candidate) if judged else units.UNKNOWN,
+            rate=rate_text(each),
+            p99=units.UNKNOWN if served is None else units.duration(served.p99.value),
+            took=wording.span(each.seconds),
+            is_chosen=each is chosen,
+            gates=dict(_gates(each)),
+            attempt=each,
+        )
+        groups[each.stage].append(outcome)
     return [(stage, found) for stage, found in groups.items() if found]
-
-
-def _outcome(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> StepOutcome:
-    last = wording.last_step(attempt.candidate)
-    return StepOutcome(
-        # If several candidates end with the same step, show all steps.
-        step=last if counts[last] == 1 else str(attempt.candidate),
-        candidate=str(attempt.candidate),
-        outcome=attempt.outcome,
-        reason=attempt.reason,
-        accuracy=_short_accuracy(attempt.accuracy),
-        rate=rate_text(attempt),
-        p99=units.UNKNOWN if attempt.served is None else units.duration(attempt.served.p99.value),
-        took=wording.span(attempt.seconds),
-        is_chosen=is_chosen,
-        gates=dict(_gates(attempt)),
-        attempt=attempt,
-    )
 
 
 def rate_text(attempt: Try) -> str:
@@ -73,10 +64,6 @@ def rate_text(attempt: Try) -> str:
     if attempt.predicted_rate is not None:
         return f"≈ {units.number(attempt.predicted_rate)}/s"
     return units.UNKNOWN
-
-
-def _short_accuracy(found: Judgement | None) -> str:
-    return units.UNKNOWN if found is None else wording.score(found.metric, found.candidate)
 
 
 def _gates(attempt: Try) -> Iterator[tuple[str, str]]:
@@ -93,7 +80,7 @@ def _gates(attempt: Try) -> Iterator[tuple[str, str]]:
         shape = f" with {attempt.predicted_shape}" if attempt.predicted_shape else ""
         yield "predicted", f"{units.number(attempt.predicted_rate)}/s{shape}"
     if attempt.served is not None:
-        yield "served", _served_text(attempt)
+        yield "served", _served_text(attempt.served)
 
 
 def read_back(facts: Facts) -> str:
@@ -123,7 +110,7 @@ def numerics_text(found: Numerics) -> str:
     if found.problems:
         return "; ".join(found.problems)
     parts = [
-        f"{units.count(found.num_examples, 'example')}",
+        units.count(found.num_examples, "example"),
         f"largest difference {found.max_absolute:.2g} ({found.max_relative:.2g} of a column's"
         " range)",
         f"least cosine {found.min_cosine:.6f}",
@@ -145,26 +132,22 @@ def times_text(table: TimeTable) -> str:
     """Format `2 instances x 1 thread: 1 row 4.00 ms, 8 rows 20.8 ms`."""
     instances = units.count(table.num_instances, "instance")
     head = f"{instances} x {units.count(table.num_threads, 'thread')}"
-    return f"{head}: {', '.join(_bucket_texts(table.seconds))}"
-
-
-def _bucket_texts(seconds: Mapping[int, Mapping[int, float]]) -> Sequence[str]:
-    return [
+    buckets = [
         (f"length {bucket}: " if bucket else "")
         + ", ".join(f"{units.count(rows, 'row')} {units.duration(s)}" for rows, s in times.items())
-        for bucket, times in seconds.items()
+        for bucket, times in table.seconds.items()
     ]
+    return f"{head}: {', '.join(buckets)}"
 
 
-def _served_text(attempt: Try) -> str:
-    served = attempt.served
-    assert served is not None
+def _served_text(served: ServedMeasurement) -> str:
     terms = [f"{wording.term(each)}: {each.outcome}" for each in served.verdicts]
-    p50 = f"p50 {units.duration_interval(served.p50)}"
-    p99 = f"p99 {units.duration_interval(served.p99)}"
     failed = f", {served.num_failed} failed" if served.num_failed else ""
-    requests = f"{units.count(served.num_requests, 'request')} at {served.load}{failed}"
-    parts = [requests, p50, p99]
+    parts = [
+        f"{units.count(served.num_requests, 'request')} at {served.load}{failed}",
+        f"p50 {units.duration_interval(served.p50)}",
+        f"p99 {units.duration_interval(served.p99)}",
+    ]
     if not math.isnan(served.rows_per_batch):
         parts.append(f"{units.number(served.rows_per_batch)} rows a batch")
     if served.streams is not None:

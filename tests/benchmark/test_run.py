@@ -19,8 +19,7 @@ from penstock import slo
 from penstock.benchmark.level import Meter, fell_silent, is_lost
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due_times
-from penstock.benchmark.plan import BenchPlan, Decides, decides_for
-from penstock.benchmark.progress import LevelProgress
+from penstock.benchmark.plan import BenchPlan, Decides, LevelProgress, decides_for
 from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.run import Conductor, conclude
 from penstock.benchmark.search import MaxRateSearch

@@ -8,7 +8,7 @@ from simulated import poisson, queued, windows_of
 
 from penstock.benchmark.recorder import LENGTH_S
 from penstock.benchmark.stats import DurationHistogram, Window
-from penstock.benchmark.steadiness import steadiness, trend
+from penstock.benchmark.steadiness import is_growing, steadiness
 
 PATIENCE_S = 30.0
 NUM_PER_WINDOW = 50
@@ -133,23 +133,21 @@ def queue_windows(load, seed, duration_s=20.0):
 
 
 def test_a_queue_above_capacity_grows():
-    found = [trend(queue_windows(1.1, seed)) for seed in range(40)]
-    assert np.mean([each.is_growing for each in found]) >= 0.95
-    assert np.median([each.growth for each in found]) > 2
+    found = [is_growing(queue_windows(1.1, seed)) for seed in range(40)]
+    assert np.mean(found) >= 0.95
 
 
 @pytest.mark.parametrize("load", [0.3, 0.8])
 def test_a_queue_below_capacity_does_not(load):
-    found = [trend(queue_windows(load, seed)).is_growing for seed in range(60)]
+    found = [is_growing(queue_windows(load, seed)) for seed in range(60)]
     assert np.mean(found) <= 0.05
 
 
 def test_a_little_growth_is_no_queue():
     slow = series(lambda seconds: 1 + 0.005 * seconds, 0.0, 0, 40)
-    assert trend(slow).growth == pytest.approx(1.03, abs=0.02)
-    assert not trend(slow).is_growing
+    assert not is_growing(slow)
 
 
 def test_few_windows_show_no_trend():
-    assert not trend(series(lambda seconds: 1 + seconds, 0.0, 0, 5)).is_growing
-    assert math.isnan(trend([]).growth)
+    assert not is_growing(series(lambda seconds: 1 + seconds, 0.0, 0, 5))
+    assert not is_growing([])

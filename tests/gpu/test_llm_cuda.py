@@ -22,7 +22,7 @@ from penstock.llm.cache import Cache, Span  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
 from penstock.llm.engine import Engine  # noqa: E402
-from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.engine_loading import load  # noqa: E402
 from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
@@ -58,7 +58,7 @@ def without_graphs(folder) -> Engine:
     settings = tiny.settings_of(folder, **OPTIONS)
     decoder = loading.open_decoder(settings)
     limits = engine.scheduler.limits
-    cache, _ = loading.room(settings, decoder, limits)
+    cache = loading.room(settings, decoder, limits)
     device = Cuda(settings.device)
     engine.runner = CudaRunner(decoder, cache, device, limits, has_graphs=False)
     engine.runner.prepare()

@@ -13,8 +13,9 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.kernels import decoding, paged_attention, token_sampling  # noqa: E402
 from penstock.llm import operations, sampling  # noqa: E402
+from penstock.llm.logits import without  # noqa: E402
 from penstock.llm.models.decoder import rms_norm  # noqa: E402
-from penstock.llm.models.linear import fp8_linear, in_fp8  # noqa: E402
+from penstock.llm.models.fp8 import fp8_linear, in_fp8  # noqa: E402
 from penstock.llm.operations import Places  # noqa: E402
 
 TYPES = [torch.float16, torch.bfloat16]
@@ -163,7 +164,7 @@ class TestDrawing:
         temperature, top_k, top_p, min_p = self.rows(5, **values)
         lowest = token_sampling.cut(logits, temperature, top_k, top_p, min_p)
         warm = logits.float() / temperature[:, None]
-        wanted = sampling.without(warm, top_k, top_p, min_p) > float("-inf")
+        wanted = without(warm, top_k, top_p, min_p) > float("-inf")
         least = torch.where(wanted, logits.float(), float("inf")).amin(1)
         # Those as likely as the last stay, and sums are rounded otherwise.
         found = logits.float() >= lowest[:, None]

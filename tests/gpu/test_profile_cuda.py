@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.profiling.peaks import peaks_of
-from penstock.profiling.profiler import ProfileSettings, profile_build
+from penstock.profiling.profiler import profile_build
 from penstock.profiling.results import Profile
 
 torch = pytest.importorskip("torch")
@@ -49,8 +49,7 @@ def profiled(root: Path, cache: Path, config: str) -> Profile:
     exec(MODULE, space)
     save_file(space["factory"]().state_dict(), version / "model.safetensors")
     (root / "net" / "config.pbtxt").write_text(CONFIG + config)
-    settings = ProfileSettings(num_runs=5, trace=root / "trace.json", cache=cache)
-    return profile_build(root / "net", ROWS, settings)
+    return profile_build(root / "net", ROWS, num_runs=5, trace=root / "trace.json", cache=cache)
 
 
 def test_peaks_by_datatype(cache: Path) -> None:

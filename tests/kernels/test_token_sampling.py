@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from penstock.kernels import token_sampling  # noqa: E402
 from penstock.llm import sampling  # noqa: E402
+from penstock.llm.logits import without  # noqa: E402
 
 SIZE = 20_000
 
@@ -41,7 +42,7 @@ def test_those_that_are_left_are_those_of_a_sorted_row(top_k, top_p, min_p, temp
     lowest = token_sampling.cut(logits, temperature * one, most, top_p * one, min_p * one)
     found = logits.float() >= lowest[:, None]
     warm = logits.float() / temperature
-    wanted = sampling.without(warm, most, top_p * one, min_p * one) > float("-inf")
+    wanted = without(warm, most, top_p * one, min_p * one) > float("-inf")
     assert found.any(1).all()
     # Sums are rounded otherwise: one more or less of thousands.
     assert int((found != wanted).sum(1).max()) <= (0 if top_p == 1 else 1 + wanted.sum() // 500)

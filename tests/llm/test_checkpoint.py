@@ -13,12 +13,12 @@ from safetensors.torch import save_file  # noqa: E402
 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.llm.checkpoint import made_up, open_checkpoint  # noqa: E402
-from penstock.llm.models import decoder  # noqa: E402
 from penstock.llm.models.families import LLAMA  # noqa: E402
+from penstock.llm.models.weights import weight_sizes  # noqa: E402
 
 
 def assert_same(checkpoint, weights):
-    for name in decoder.weight_sizes(checkpoint.shape):
+    for name in weight_sizes(checkpoint.shape):
         torch.testing.assert_close(checkpoint.weight(name), weights[name])
     checkpoint.close()
 
@@ -81,7 +81,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path):
 def test_made_up_weights_are_the_same_each_time_and_of_the_right_size(tmp_path):
     path = tiny.config_file(tmp_path, tie_word_embeddings=False)
     first, second = made_up(path), made_up(path)
-    for name in decoder.weight_sizes(first.shape):
+    for name in weight_sizes(first.shape):
         assert torch.equal(first.weight(name), second.weight(name))
 
 

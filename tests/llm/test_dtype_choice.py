@@ -10,7 +10,7 @@ from gguf_writer import floats, gguf  # noqa: E402
 
 from penstock.llm import dtype_choice  # noqa: E402
 from penstock.llm.dtype_choice import choose, divergence, is_four_bits  # noqa: E402
-from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.engine_loading import load  # noqa: E402
 from penstock.llm.loading import open_decoder  # noqa: E402
 from penstock.llm.models.families import LLAMA  # noqa: E402
 

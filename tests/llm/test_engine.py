@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import PROBE_EVERY, Engine
+from penstock.llm.engine import Engine
 from penstock.llm.messages import GenerateRequest
 from penstock.llm.pace import StepTimeModel, StepWork, Targets
 from penstock.llm.scheduler import Scheduler, StepLimits
+from penstock.llm.ttft_admission import PROBE_EVERY
 from penstock.sampling_params import SamplingParams
 
 SIZE = 4

@@ -17,6 +17,7 @@ from penstock.llm import messages  # noqa: E402
 from penstock.llm.engine_main import EngineProcess  # noqa: E402
 from penstock.repository.manifest import FileEntry, Manifest  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
+from penstock.wire.frames import StartFailed, Stop  # noqa: E402
 
 
 def generate(number, tokens, max_tokens=6, n=1) -> messages.GenerateRequest:
@@ -108,7 +109,7 @@ def test_a_step_without_a_token_is_told_too(core, tmp_path):
 
 
 def core_blocks(folder) -> int:
-    from penstock.llm.engine_main import load
+    from penstock.llm.engine_loading import load
 
     engine, _ = load(tiny.settings_of(folder))
     return engine.scheduler.pool.num_blocks
@@ -152,7 +153,7 @@ def test_what_cannot_run_is_refused(core, tmp_path, message, text, is_overload):
 def test_what_cannot_be_loaded_is_told(core, tmp_path, changes, text):
     tiny.write_folder(tmp_path)
     failed = core.load(tmp_path, **changes)
-    assert isinstance(failed, messages.LoadFailed) and text in failed.problems[0]
+    assert isinstance(failed, StartFailed) and text in failed.problems[0]
 
 
 def test_a_core_of_another_version_is_told(core, tmp_path):
@@ -178,7 +179,7 @@ def test_in_a_process_of_its_own(tmp_path):
         assert isinstance(core.load(tmp_path), messages.Ready)
         core.send(generate(1, [9, 8, 7]))
         assert core.finish(1) == [tiny.continued(weights, tiny.CONFIG, [9, 8, 7], 6)]
-        core.send(messages.StopEngine())
+        core.send(Stop())
         assert process.wait(60) == 0
     finally:
         process.kill()
@@ -202,12 +203,12 @@ def test_a_version_that_was_written_to_is_not_loaded(tmp_path, core):
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
     failed = core.load(tmp_path, manifest=str(path))
-    assert isinstance(failed, messages.LoadFailed)
+    assert isinstance(failed, StartFailed)
     assert "differs from what was committed" in failed.problems[0]
 
 
 def test_with_a_promise_the_pace_is_known_before_the_first_request(tmp_path):
-    from penstock.llm.engine_main import load
+    from penstock.llm.engine_loading import load
 
     tiny.write_folder(tmp_path)
     engine, _ = load(tiny.settings_of(tmp_path, ttft_s=0.5))

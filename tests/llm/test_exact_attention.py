@@ -10,7 +10,7 @@ import tiny_llm as tiny  # noqa: E402
 from batch_invariance import differences  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.engine_loading import load  # noqa: E402
 from penstock.llm.exact_attention import attend, attend_prompt, pad_length  # noqa: E402
 from penstock.llm.models.int4 import FixedRowsLinear  # noqa: E402
 

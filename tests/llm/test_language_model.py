@@ -17,7 +17,7 @@ from tiny_text import TOKENIZER
 from penstock.config import LLM
 from penstock.errors import ConfigError, NotReady
 from penstock.llm.language_model import LanguageModel
-from penstock.llm.text import read_text
+from penstock.llm.text_files import read_text
 from penstock.repository import layout
 from penstock.serving.catalog import Catalog
 

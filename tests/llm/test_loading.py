@@ -10,7 +10,7 @@ import tiny_llm as tiny  # noqa: E402
 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.llm import loading  # noqa: E402
-from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.engine_loading import load  # noqa: E402
 from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models.families import LLAMA  # noqa: E402
 from penstock.llm.scheduler import StepLimits  # noqa: E402

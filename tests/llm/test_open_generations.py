@@ -75,7 +75,7 @@ async def started(folder, life=EngineThread, text=TEXT, quotas=None, **changes):
     tiny.write_folder(folder, **CONFIG)
     settings = tiny.settings_of(folder, max_length=200, **changes)
     model = OpenGenerations(ModelMetrics("smol", ""), settings, text, life, quotas=quotas)
-    await model.engine.start()
+    await model.engine.process.start()
     try:
         yield model
     finally:
@@ -187,7 +187,7 @@ def test_nobody_hears_of_what_was_given_up(tmp_path):
             last = a_generation(max_tokens=2)
             await answered(model, last)
             assert [each.sink.texts for each in many] == seen and model.is_idle
-            assert model.engine.last_report.num_free_blocks == model.engine.ready.num_blocks
+            assert model.metrics.last_report.num_free_blocks == model.engine.ready.num_blocks
 
     run(scenario)
 
@@ -247,7 +247,7 @@ def test_what_it_does_is_counted(tmp_path):
         counted = ModelMetrics("smol", "1")
         settings = tiny.settings_of(tmp_path, max_length=200, max_tokens=4)
         model = OpenGenerations(counted, settings, TEXT, EngineThread, Ticking())
-        await model.engine.start()
+        await model.engine.process.start()
         found = model.metrics
         prompt = "the cat sat on the mat, a naïve café"
         first, again = a_generation(prompt, arrived=500.0), a_generation(prompt, n=2)
@@ -289,7 +289,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path):
             ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread
         )
         with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
-            await model.engine.start()
+            await model.engine.process.start()
         await model.engine.close()
 
     run(scenario)
@@ -339,7 +339,7 @@ def test_one_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
         model = OpenGenerations(
             ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread
         )
-        starting = asyncio.ensure_future(model.engine.start())
+        starting = asyncio.ensure_future(model.engine.process.start())
         await asyncio.sleep(0)
         await model.engine.close()
         with pytest.raises(asyncio.CancelledError):
@@ -374,13 +374,13 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
         settings = tiny.settings_of(tmp_path, max_length=200, hang_s=6.0)
         counts = ModelMetrics("smol", "1")
         model = OpenGenerations(counts, settings, TEXT)
-        await model.engine.start()
+        await model.engine.process.start()
         try:
             assert (await answered(model, a_generation())).error is None
             await asyncio.sleep(6.5)
             # Nobody waits: silence is no fault.
-            stopped = model.engine.pid
-            assert model.engine.state == "READY" and model.engine.num_restarts == 0
+            stopped = model.engine.process.pid
+            assert model.engine.state == "READY" and model.engine.process.num_restarts == 0
             os.kill(stopped, signal.SIGSTOP)
             told = await answered(model, a_generation())
             assert isinstance(told.error, BackendFailed) and "said nothing for" in str(told.error)
@@ -388,7 +388,7 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
             async with asyncio.timeout(60):
                 while model.engine.state != "READY":
                     await asyncio.sleep(0.02)
-            assert model.engine.pid != stopped
+            assert model.engine.process.pid != stopped
             assert (await answered(model, a_generation())).error is None
         finally:
             await model.engine.close()
@@ -416,7 +416,10 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
                 while model.engine.state != "READY":
                     await asyncio.sleep(0.01)
             again = a_generation()
-            assert (await answered(model, again)).error is None and model.engine.num_restarts == 1
+            assert (await answered(model, again)).error is None
+            counts = model.metrics.model
+            assert model.engine.process.num_restarts == counts.num_restarts == 1
+            assert counts.num_deaths == {"crash": 1, "hang": 0}
             assert model.metrics.num_ended["error"] == 1 and model.metrics.num_running == 0
 
     run(scenario)
@@ -428,13 +431,13 @@ def test_in_a_process_that_is_killed(tmp_path):
         model = OpenGenerations(
             ModelMetrics("smol", ""), tiny.settings_of(tmp_path, max_length=200), TEXT
         )
-        await model.engine.start()
+        await model.engine.process.start()
         first = a_generation()
         assert (await answered(model, first)).error is None
         asked = a_generation(max_tokens=190)
-        os.kill(model.engine.pid, signal.SIGSTOP)  # It cannot be done before it is killed.
+        os.kill(model.engine.process.pid, signal.SIGSTOP)  # It cannot be done before it is killed.
         model.submit(asked)
-        os.kill(model.engine.pid, signal.SIGKILL)
+        os.kill(model.engine.process.pid, signal.SIGKILL)
         assert isinstance((await ended(asked)).error, BackendFailed)
         async with asyncio.timeout(60):
             while model.engine.state != "READY":
@@ -481,7 +484,7 @@ def test_a_key_that_used_up_its_tokens_waits_until_they_are_back(tmp_path):
         settings = tiny.settings_of(tmp_path, max_length=200)
         metrics = ModelMetrics("smol", "")
         model = OpenGenerations(metrics, settings, TEXT, EngineThread, clock, quotas=quotas)
-        await model.engine.start()
+        await model.engine.process.start()
         prompt = [1, 2, 3, 4, 5]
         sink = await answered(model, a_generation(prompt, max_tokens=25, caller=b"team-a"))
         assert sink.totals.num_prompt + sink.totals.num_generated == 30

@@ -9,9 +9,11 @@ from paged_cases import a_case, plain  # noqa: E402
 
 from penstock.llm import operations  # noqa: E402
 from penstock.llm.cuda_runner import parameters_of  # noqa: E402
-from penstock.llm.models.linear import Linear, Small, fp8_linear  # noqa: E402
+from penstock.llm.logits import SamplingRow  # noqa: E402
+from penstock.llm.models.fp8 import fp8_linear  # noqa: E402
+from penstock.llm.models.linear import Linear, Small  # noqa: E402
 from penstock.llm.operations import KEY, Places  # noqa: E402
-from penstock.llm.sampling import STEPS, SamplingRow, sample  # noqa: E402
+from penstock.llm.sampling import STEPS, sample  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 

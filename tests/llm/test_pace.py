@@ -71,32 +71,19 @@ def test_nothing_takes_less_than_no_time():
 def test_as_many_tokens_of_prompts_as_the_promise_allows():
     pace = a_pace(Targets(tpot_s=10e-3))
     # 4 ms and 32 x 30 us of 10 ms are taken: 5.04 ms are left for 50 us each.
-    found = pace.max_tokens(32, 0, 4096)
+    found = pace.max_tokens(StepWork(0, 32), 4096)
     assert found - 32 == pytest.approx(100, abs=2)
-    assert pace.max_tokens(0, 0, 4096) == 4096
+    assert pace.max_tokens(StepWork(0, 0), 4096) == 4096
 
 
 @pytest.mark.parametrize("context", [10**6, 10**9])
 def test_a_promise_that_cannot_be_kept_stops_nobody_who_waits(context):
     pace = a_pace(Targets(tpot_s=1e-3))
-    assert pace.max_tokens(32, context, 4096) == 32 + MIN_CHUNK
+    assert pace.max_tokens(StepWork(0, 32, context), 4096) == 32 + MIN_CHUNK
 
 
 def test_without_promise_or_knowledge_the_limit_counts():
-    assert a_pace().max_tokens(32, 0, 2048) == 2048
-    assert a_pace(Targets(tpot_s=1e-3), count=MIN_STEPS - 1).max_tokens(32, 0, 2048) == 2048
-
-
-def test_the_first_token_is_behind_those_before_it():
-    pace = a_pace()
-    alone = pace.first_token_s(0, 400, StepWork(0, 0))
-    assert alone == pytest.approx(4e-3 + 400 * 50e-6, rel=0.01)
-    behind = pace.first_token_s(4000, 400, StepWork(0, 0))
-    assert behind == pytest.approx(4e-3 + 4400 * 50e-6, rel=0.01)
-
-
-def test_the_first_token_takes_many_steps_where_others_are_promised_theirs():
-    pace = a_pace(Targets(tpot_s=10e-3))
-    running = StepWork(0, 32, 0)
-    # 100 tokens a step of 10 ms.
-    assert pace.first_token_s(0, 1000, running) == pytest.approx(0.1, rel=0.1)
+    assert a_pace().max_tokens(StepWork(0, 32), 2048) == 2048
+    assert (
+        a_pace(Targets(tpot_s=1e-3), count=MIN_STEPS - 1).max_tokens(StepWork(0, 32), 2048) == 2048
+    )

@@ -24,7 +24,8 @@ from penstock.errors import (
     Overloaded,
     TooLarge,
 )
-from penstock.llm.renderer import Renderer, RendererLife, TextLimits, TextSource
+from penstock.llm.messages import TextSource
+from penstock.llm.renderer import Renderer, RendererLife, TextLimits
 
 SANE = "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
 # Does what the first message says.
@@ -72,7 +73,7 @@ async def started(source, limits=LIMITS, life=RendererLife):
     renderer = Renderer("smol", source, limits, life)
     try:
         async with asyncio.timeout(100):
-            yield renderer, await renderer.start()
+            yield renderer, await renderer.process.start()
     finally:
         await renderer.close()
 
@@ -118,7 +119,7 @@ class TestHarmfulTemplates:
     def test_one_that_loops_is_ended_and_the_others_are_answered(self, tmp_path):
         async def scenario():
             async with started(write_text(tmp_path, HARMFUL)) as (renderer, vocabulary):
-                first = renderer.pid
+                first = renderer.process.pid
                 bad = chat(renderer, "loop")
                 others = [chat(renderer, f"hello {n}") for n in range(5)]
                 plain = encode(renderer, "the cat")
@@ -128,7 +129,7 @@ class TestHarmfulTemplates:
                 told = [vocabulary.decode(tokens) for (tokens,) in await asyncio.gather(*others)]
                 assert told == [f"hello {n}" for n in range(5)]
                 assert await plain == [TOKENIZER.encode("the cat").ids]
-                assert renderer.pid != first and renderer.num_restarts == 1
+                assert renderer.process.pid != first and renderer.process.num_restarts == 1
                 with pytest.raises(ProcessLookupError):
                     os.kill(first, 0)
 
@@ -141,7 +142,7 @@ class TestHarmfulTemplates:
                 slow = [chat(renderer, "loop") for _ in range(2)]
                 (tokens,) = await chat(renderer, "hello")
                 assert vocabulary.decode(tokens) == "hello"
-                assert not any(each.done() for each in slow) and renderer.num_restarts == 0
+                assert not any(each.done() for each in slow) and renderer.process.num_restarts == 0
             for each in slow:
                 await error_of(each)
 
@@ -166,7 +167,7 @@ class TestHarmfulTemplates:
                 refused = await error_of(chat(renderer, "refuse"))
                 assert isinstance(refused, InvalidRequest)
                 assert str(refused) == "the chat template refuses the messages: no such role"
-                assert renderer.num_restarts == 0
+                assert renderer.process.num_restarts == 0
 
         asyncio.run(scenario())
 
@@ -191,12 +192,12 @@ def test_a_process_that_dies_costs_nobody_else_an_answer(tmp_path):
 
     async def scenario():
         async with started(write_text(tmp_path), PATIENT) as (renderer, _):
-            os.kill(renderer.pid, signal.SIGSTOP)
+            os.kill(renderer.process.pid, signal.SIGSTOP)
             outcomes = [encode(renderer, "the cat " * 200_000), encode(renderer, "the")]
-            os.kill(renderer.pid, signal.SIGKILL)
+            os.kill(renderer.process.pid, signal.SIGKILL)
             found = await asyncio.gather(*outcomes)
             assert found[1] == [TOKENIZER.encode("the").ids] and len(found[0][0]) > 200_000
-            assert renderer.num_restarts == 1
+            assert renderer.process.num_restarts == 1
 
     asyncio.run(scenario())
 
@@ -204,9 +205,9 @@ def test_a_process_that_dies_costs_nobody_else_an_answer(tmp_path):
 def test_a_job_alone_in_a_process_that_dies_fails(tmp_path):
     async def scenario():
         async with started(write_text(tmp_path), PATIENT) as (renderer, _):
-            os.kill(renderer.pid, signal.SIGSTOP)
+            os.kill(renderer.process.pid, signal.SIGSTOP)
             outcome = encode(renderer, "the cat " * 200_000)
-            os.kill(renderer.pid, signal.SIGKILL)
+            os.kill(renderer.process.pid, signal.SIGKILL)
             error = await error_of(outcome)
             assert isinstance(error, BackendFailed) and "SIGKILL" in str(error)
             assert await encode(renderer, "the") == [TOKENIZER.encode("the").ids]
@@ -227,8 +228,8 @@ def test_files_that_are_gone_when_it_starts_again_are_told(tmp_path):
     async def scenario():
         async with started(write_text(tmp_path), PATIENT) as (renderer, _):
             (tmp_path / "tokenizer.json").unlink()
-            os.kill(renderer.pid, signal.SIGKILL)
-            while renderer.num_restarts == 0:
+            os.kill(renderer.process.pid, signal.SIGKILL)
+            while renderer.process.num_restarts == 0:
                 await asyncio.sleep(0.01)
             error = await error_of(encode(renderer, "the"))
             assert isinstance(error, NotReady) and "tokenizer.json" in str(error)

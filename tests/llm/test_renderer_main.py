@@ -13,10 +13,10 @@ pytest.importorskip("jinja2")
 from test_renderer import write_text
 from tiny_text import TOKENIZER
 
-from penstock.llm import text_messages as messages
-from penstock.llm.messages import unpack_tokens
+from penstock.llm import messages
 from penstock.llm.renderer_main import RendererProcess
 from penstock.processes.channel import socket_pair
+from penstock.processes.parts import PART_BYTES, Joiner, split
 
 
 class Talk:
@@ -39,26 +39,26 @@ class Talk:
         self._theirs.close()
 
     def say(self, message):
-        for datagram in messages.encode(message):
+        for datagram in split(messages.encode(message)):
             self.sock.send(datagram)
         return self
 
     def hear(self):
-        joiner = messages.Joiner()
-        while (data := joiner.add(self.sock.recv(messages.PART_BYTES + 1))) is None:
+        joiner = Joiner()
+        while (data := joiner.add(self.sock.recv(PART_BYTES + 1))) is None:
             pass
         return messages.decode_from_renderer(data)
 
 
 def load(source, version=messages.VERSION):
-    return messages.LoadText(version, source.path, False, False, 1 << 30)
+    return messages.LoadText(version, source, 1 << 30)
 
 
 def test_it_answers_each_job_by_its_number(tmp_path):
     with Talk() as talk:
         assert isinstance(talk.say(load(write_text(tmp_path))).hear(), messages.TextReady)
         found = talk.say(messages.EncodeTexts(5, ["the cat"], True)).hear()
-        assert (found.job, unpack_tokens(found.tokens[0]).tolist()) == (
+        assert (found.job, messages.pack_tokens(found.tokens[0]).tolist()) == (
             5,
             TOKENIZER.encode("the cat").ids,
         )
@@ -89,7 +89,7 @@ def test_another_version_and_missing_files_are_told(tmp_path):
     with Talk() as talk:
         assert "version 99" in talk.say(load(write_text(tmp_path), 99)).hear().problems[0]
         (tmp_path / "tokenizer.json").unlink()
-        source = messages.LoadText(messages.VERSION, str(tmp_path), False, False, 1 << 30)
+        source = load(messages.TextSource(str(tmp_path)))
         assert "tokenizer.json" in talk.say(source).hear().problems[0]
 
 
@@ -103,7 +103,7 @@ def test_memory_is_limited_before_files_are_read(tmp_path):
 def test_data_beyond_the_limit_cannot_be_had():
     """In a process of its own: the limit would stay."""
     code = (
-        "from penstock.llm.renderer_main import limit_memory\n"
+        "from penstock.processes.start import limit_memory\n"
         "limit_memory(64 << 20)\n"
         "bytearray(32 << 20)\n"
         "try:\n"

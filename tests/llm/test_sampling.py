@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.llm.sampling import SamplingRow, cut, gumbel, sample  # noqa: E402
+from penstock.llm.logits import SamplingRow, cut  # noqa: E402
+from penstock.llm.sampling import gumbel, sample  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])
@@ -150,16 +151,16 @@ def test_logprobs_are_of_what_the_model_says():
     wanted = LOGITS.log_softmax(0)
     assert found.tokens.tolist() == [4]
     assert found.logprobs[0] == pytest.approx(float(wanted[4]))
-    assert found.top_tokens.tolist() == [[0, 1]]
-    assert found.top_logprobs[0].tolist() == pytest.approx(wanted[:2].tolist())
+    assert found.top.indices.tolist() == [[0, 1]]
+    assert found.top.values[0].tolist() == pytest.approx(wanted[:2].tolist())
 
 
 def test_as_many_places_as_the_one_that_wants_most():
     samplings = [SamplingParams(num_logprobs=0), SamplingParams(num_logprobs=3), SamplingParams()]
     found = sample(LOGITS.expand(3, -1), [SamplingRow(each, 1) for each in samplings])
-    assert found.top_tokens.shape == (3, 3)
+    assert found.top.indices.shape == (3, 3)
     without_places = sample(LOGITS[None], [SamplingRow(SamplingParams(num_logprobs=0), 1)])
-    assert without_places.logprobs is not None and without_places.top_tokens is None
+    assert without_places.logprobs is not None and without_places.top.indices.numel() == 0
     assert sample(LOGITS[None], [SamplingRow(SamplingParams(), 1)]).logprobs is None
 
 

@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.errors import BackendFailed, Cancelled, InvalidRequest, Overloaded
 from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.messages import GenerateRequest, Ready, StepReport, pack_tokens
-from penstock.llm.text_metrics import REASONS, TextMetrics, token_bounds
+from penstock.llm.text_metrics import REASONS, TextMetrics
+from penstock.llm.text_scrape import token_bounds
 from penstock.sampling_params import SamplingParams
 from penstock.serving.metrics import Histogram, ModelMetrics
 from penstock.serving.scrape import Pending, expose
@@ -176,12 +177,6 @@ class TestEngine:
         metrics.step(a_step(waits_s=(0.1, 0.4)))
         assert metrics.queue_s.count == 2 and metrics.queue_s.total == pytest.approx(0.5)
 
-    def test_deaths_and_restarts_are_the_models(self, model, metrics):
-        metrics.died("crash")
-        metrics.died("hang")
-        metrics.restarted()
-        assert model.num_deaths == {"crash": 1, "hang": 1} and model.num_restarts == 1
-
 
 class TestScrape:
     def test_names_and_kinds_are_vllms(self, model, metrics):
@@ -194,9 +189,9 @@ class TestScrape:
         expected |= dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
         assert found == expected
 
-    def test_every_name_is_documented(self, metrics):
+    def test_every_name_is_documented(self, model, metrics):
         text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
-        assert all(f"`{family.name}`" in text for family in metrics.families())
+        assert all(f"`{family.name}`" in text for family in model.others())
 
     def test_every_line_names_its_model_and_version(self, model, metrics):
         for name, family in scraped(model).items():

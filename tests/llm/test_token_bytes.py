@@ -9,8 +9,10 @@ pytest.importorskip("tokenizers")
 
 from tiny_text import TOKENIZER, WITH_BYTES, WITH_MARKS
 
+from penstock.llm import messages
 from penstock.llm.stops import StopTexts
 from penstock.llm.text import Text
+from penstock.llm.token_bytes import Vocabulary, pack
 
 KINDS = {"bytes": TOKENIZER, "words": WITH_BYTES, "marks": WITH_MARKS}
 TEXTS = {name: Text(tokenizer) for name, tokenizer in KINDS.items()}
@@ -125,3 +127,11 @@ def test_special_tokens_are_not_part_of_the_text():
     stream = text.vocabulary.stream()
     assert "".join(map(stream.add, [*text.encode("cat"), 0])) == "cat"
     assert text.vocabulary.token(0) == "<|end|>"
+
+
+def test_a_vocabulary_comes_as_it_was():
+    data, ends = pack([b"a", b"", b"bc"])
+    known = Vocabulary(data, ends, {2: b"c"}, frozenset({0}), frozenset({1}), {"x": "y"}, "t", 3)
+    found = messages.decode_from_renderer(messages.encode(messages.TextReady(1, known)))
+    assert found.vocabulary == known and found.vocabulary.piece(2) == b"bc"
+    assert found.vocabulary.num_tokens == 3 and found.vocabulary.piece(3) == b""

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.errors import BackendFailed, ConfigError
 from penstock.profiling import profiler
-from penstock.profiling.profiler import ProfileSettings, make_batch, profile_build, read_config
+from penstock.profiling.profiler import make_batch, profile_build, read_config
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,9 @@ output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
 
 
 def test_a_profile_is_whole(encoder, peaks_cache, tmp_path) -> None:
-    settings = ProfileSettings(num_runs=4, trace=tmp_path / "trace.json", cache=peaks_cache)
-    found = profile_build(encoder, [ROW] * 2, settings)
+    found = profile_build(
+        encoder, [ROW] * 2, num_runs=4, trace=tmp_path / "trace.json", cache=peaks_cache
+    )
     assert (found.model, found.backend, found.num_runs) == ("encoder", "onnxruntime", 4)
     assert found.batch == "2 rows of x 5x64"
     assert {each.type for each in found.operators} == {"MatMul", "Add", "Erf", "Softmax"}
@@ -78,7 +79,7 @@ def test_operators_are_those_of_the_model_and_the_way_shows_the_functions(
     ]
     (encoder / "config.pbtxt").write_text("\n".join([PROCESSED, *parameters]))
     rows = [{"text": np.array([text], object)} for text in (b"a b c", b"a", b"b b b")]
-    found = profile_build(encoder, rows, ProfileSettings(num_runs=3, cache=peaks_cache))
+    found = profile_build(encoder, rows, num_runs=3, cache=peaks_cache)
     # Of three texts the two that have as many words.
     assert found.batch == "2 rows of x 3x64"
     assert {each.type for each in found.operators} == {"MatMul", "Add", "Erf", "Softmax"}
@@ -96,8 +97,7 @@ def python_model(tmp_path, source: str):
 
 def test_code_has_a_way_but_no_operators(tmp_path, peaks_cache) -> None:
     folder = python_model(tmp_path, "def infer(inputs):\n    return {'y': inputs['x'] + 1}\n")
-    settings = ProfileSettings(num_runs=3, cache=peaks_cache)
-    found = profile_build(folder, [{"x": np.zeros(2, np.float32)}], settings)
+    found = profile_build(folder, [{"x": np.zeros(2, np.float32)}], num_runs=3, cache=peaks_cache)
     assert (found.operators, found.bound) == ([], "unknown")
     assert any("does not tell of its operators" in line for line in found.findings)
     assert len(found.buckets) == 6

@@ -8,6 +8,7 @@ from benchmark import made_runs
 from benchmark.made_runs import Server
 from rich.console import Console
 
+from penstock.benchmark import comparison
 from penstock.benchmark.comparison import Named, Pair
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import BenchRun
@@ -28,7 +29,7 @@ def brief(seed: int) -> BenchRun:
 
 
 def pair(base: BenchRun, other: BenchRun) -> Pair:
-    return compare.pair_of(Named("a.json", base), Named("b.json", other))
+    return comparison.pair_of(Named("a.json", base), Named("b.json", other))
 
 
 def shown(*runs: BenchRun) -> str:

@@ -178,7 +178,8 @@ def test_curves_are_before_and_after_with_the_promise() -> None:
 
 def test_the_time_of_a_request_is_drawn_by_phase() -> None:
     drawn = figure("phases", made.kept())
-    assert lengths(drawn.named("queue")) == pytest.approx([123.0, 3.54])
+    (queue,) = [mark for mark in drawn.marks if mark.name == "queue"]
+    assert lengths(queue) == pytest.approx([123.0, 3.54])
     assert drawn.y.categories[1].startswith("chosen\n")
     found = made.kept()
     assert found.after is not None

@@ -28,10 +28,8 @@ def test_rows_of_bars_are_in_order() -> None:
     bars = Bars("rate", (0.0, 1.0), (0.0, 0.0), (3.0, 1.0), (plots.GREEN, plots.GREY))
     plot = plots.row_plot(["ours", "theirs"], [bars], "rate")
     assert plot.y.categories == ["ours", "theirs"] and plot.y.is_reversed
-    assert plot.named("rate") is bars
+    assert list(plot.marks) == [bars]
     assert bars.colour(0) == plots.GREEN and bars.colour(1) == plots.GREY
-    with pytest.raises(KeyError):
-        plot.named("other")
 
 
 def steps(*values: float) -> list[WaterfallStep]:
@@ -42,7 +40,7 @@ def steps(*values: float) -> list[WaterfallStep]:
 
 
 def test_the_first_and_the_last_stand_on_the_ground() -> None:
-    bars: Any = plots.waterfall(steps(10.0, 30.0, 20.0, 25.0), "rate").named("rate")
+    bars: Any = plots.waterfall(steps(10.0, 30.0, 20.0, 25.0), "rate").marks[-1]
     assert bars.lows == (0.0, 10.0, 20.0, 0.0) and bars.highs == (10.0, 30.0, 30.0, 25.0)
     assert bars.colours == (plots.BLUE, plots.GREEN, plots.RED, plots.BLUE)
     assert bars.outlined == (False, True, False, False)
@@ -50,12 +48,12 @@ def test_the_first_and_the_last_stand_on_the_ground() -> None:
 
 
 def test_lower_can_be_better() -> None:
-    bars: Any = plots.waterfall(steps(30.0, 10.0, 10.0), "ms", is_lower_better=True).named("ms")
+    bars: Any = plots.waterfall(steps(30.0, 10.0, 10.0), "ms", is_lower_better=True).marks[-1]
     assert bars.colours[1] == plots.GREEN
 
 
 def test_a_bar_beyond_the_plot_has_an_arrow() -> None:
     plot = plots.waterfall(steps(math.inf, 30.0, 20.0), "ms", top=30.0)
     assert [note.text for note in plot.notes] == ["inf/s ↑", "30/s", "20/s"]
-    bars: Any = plot.named("ms")
+    bars: Any = plot.marks[-1]
     assert bars.highs[0] == plot.y.high

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.report import figures, profile_figures
+from penstock.report.plots import Plot
 
 
 def plot(name: str, profile) -> Any:
@@ -13,9 +14,14 @@ def plot(name: str, profile) -> Any:
     return found
 
 
+def named(found: Plot, name: str) -> Any:
+    (mark,) = [each for each in found.marks if each.name == name]
+    return mark
+
+
 def test_a_dot_lies_where_its_operator_is(profile) -> None:
     found = plot("roofline", profile)
-    dots = found.named("compute-bound")
+    dots = named(found, "compute-bound")
     operator = profile.operators[0]
     assert list(dots.x) == [pytest.approx(operator.flops / operator.num_bytes)]
     assert list(dots.y) == [pytest.approx(operator.flops / 16e-3 / 1e9)]
@@ -24,8 +30,8 @@ def test_a_dot_lies_where_its_operator_is(profile) -> None:
 
 def test_roofs_are_the_measured_peaks(profile) -> None:
     found = plot("roofline", profile)
-    assert found.named("FP32 100 GFLOP/s").y == (100, 100)
-    slope = found.named("memory 10.0 GB/s")
+    assert named(found, "FP32 100 GFLOP/s").y == (100, 100)
+    slope = named(found, "memory 10.0 GB/s")
     assert [y / x for x, y in zip(slope.x, slope.y, strict=True)] == [pytest.approx(10)] * 2
 
 
@@ -66,7 +72,7 @@ def test_a_gpu_s_lanes_are_drawn_where_they_were(gpu) -> None:
     found = profile_figures.timeline(gpu)
     assert found is not None
     assert list(found.y.categories) == ["copies in", "kernels", "copies out"]
-    kernels: Any = found.named("kernels")
+    kernels = named(found, "kernels")
     assert list(kernels.lows) == [pytest.approx(1.0)]
     assert list(kernels.highs) == [pytest.approx(7.0)]
     # What a kernel is called is not read as markup.

@@ -37,8 +37,9 @@ def test_stages_are_in_their_order_and_empty_ones_are_left_out() -> None:
 def test_a_try_is_told_with_its_last_step_and_all_of_them() -> None:
     found = told("quantise", 1)
     assert found.step == "int8-static(calibrator=entropy, per_channel=yes)"
-    assert found.candidate.startswith("onnx-export → transformer-fusion(heads=12) → int8-static(")
-    assert (found.outcome, found.reason) == ("rejected", "top1 may lose 4.4 points")
+    tried, steps = found.attempt, "onnx-export → transformer-fusion(heads=12) → int8-static("
+    assert str(tried.candidate).startswith(steps)
+    assert (tried.outcome, tried.reason) == ("rejected", "top1 may lose 4.4 points")
     assert (found.accuracy, found.rate, found.p99) == ("88.1 %", "≈ 262/s", "-")
     assert [each.is_chosen for _, group in by_stage(made.kept()) for each in group].count(True) == 1
     assert told("instances").is_chosen and told("instances").rate == "304/s"

@@ -5,6 +5,7 @@ A target knows its protocol, but nothing of pacing, statistics or other processe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -77,11 +78,17 @@ class Counters(msgspec.Struct, frozen=True):
     busy_ns: int | None = None
 
 
+def combine(counts: Sequence[Counters], fold: Callable[[Sequence[int]], int]) -> Counters:
+    """Fold counters field by field; a field that one of them lacks is unknown."""
+    columns = zip(*map(msgspec.structs.astuple, counts), strict=True)
+    folded: list[Any] = [None if None in column else fold(column) for column in columns]
+    return Counters(*folded)
+
+
 class Target(Protocol):
     """Used from one event loop only."""
 
-    # Open connections of this process, and how often an exchange found all of them busy; constant
-    # for in-process targets.
+    # Open connections of this process, and how often an exchange found all of them busy.
     @property
     def num_connections(self) -> int: ...
     @property
@@ -93,25 +100,19 @@ class Target(Protocol):
 
     async def describe(self) -> tuple[Description, RequestForm]:
         """Ask the server; ConfigError if there is no server or no such model."""
-        ...
 
     async def counters(self) -> Counters | None:
         """Return the server's counters; None where it has none."""
-        ...
 
     async def open(self, num_connections: int) -> None:
-        """Prepare for this many concurrent exchanges; ConfigError if that fails."""
-        ...
+        """After `describe`, prepare for so many concurrent exchanges; ConfigError if it fails."""
 
     def encode(self, sample: Sample) -> Any:
         """Return an item for `TimedExchange.item`; ConfigError when the input does not fit."""
-        ...
 
     def send(self, exchange: TimedExchange) -> None:
         """Send without raising or blocking. If all connections are busy, the exchange is queued,
         and `sent` is when it left. After a lost connection the next exchange makes a new one."""
-        ...
 
     async def close(self) -> None:
         """Close; exchanges in flight fail with "cancelled"."""
-        ...

@@ -12,21 +12,22 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
-from functools import partial
+from collections.abc import Coroutine, Sequence
+from functools import cache, partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
-from penstock.benchmark.targets.http_messages import check_no_credentials, hide_password
+from penstock.benchmark.targets.http_messages import hide_password, split_url
 from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.repository import pbtxt
-from penstock.types import Buffer, Tensor
+from penstock.types import Buffer
 
 if TYPE_CHECKING:
     from grpc.aio import Channel, UnaryUnaryCall, UnaryUnaryMultiCallable
@@ -63,7 +64,6 @@ Value = TypeVar("Value")
 class Address(msgspec.Struct, frozen=True):
     """The parts of `grpc://host:port/model[/version]`."""
 
-    text: str
     server: str
     model: str
     version: str
@@ -91,7 +91,7 @@ class GrpcTarget:
         self._address = parse_address(spec)
         self._metadata = (("authorization", f"Bearer {spec.api_key}"),) if spec.api_key else None
         self._form: RequestForm | None = None
-        self._prefixes: dict[tuple[tuple[str, tuple[int, ...]], ...], bytes] = {}
+        self._prefix = cache(self._encode_prefix)
         # One channel for questions; the others, each with CALLS_PER_CONNECTION places for calls.
         self._question_channel: Channel | None = None
         self._channels: list[Channel] = []
@@ -106,8 +106,6 @@ class GrpcTarget:
     def num_connections(self) -> int:
         return len(self._channels)
 
-    # Questions.
-
     async def describe(self) -> tuple[Description, RequestForm]:
         try:
             server = await self._ask("ServerMetadata")
@@ -121,7 +119,7 @@ class GrpcTarget:
         self._form = shared.form_of(metadata, config)
         description = Description(
             protocol="v2 gRPC",
-            address=self._address.text,
+            address=self._spec.address,
             model=metadata.name or self._address.model,
             version=self._address.version or _newest(metadata.versions or ()),
             server=f"{server['name']} {server['version']}".strip(),
@@ -172,9 +170,7 @@ class GrpcTarget:
         from tritonclient.grpc import service_pb2
 
         if channel is None:
-            if self._question_channel is None:
-                self._question_channel = self._channel()
-            channel = self._question_channel
+            channel = self._question_channel = self._question_channel or self._channel()
         call = channel.unary_unary(
             SERVICE + method,
             request_serializer=getattr(service_pb2, f"{method}Request").SerializeToString,
@@ -191,9 +187,7 @@ class GrpcTarget:
         return {"name": self._address.model, "version": self._address.version}
 
     def _problem(self, text: str) -> ConfigError:
-        return ConfigError([f"{self._address.text}: {text}"])
-
-    # Exchanges.
+        return ConfigError([f"{self._spec.address}: {text}"])
 
     async def open(self, num_connections: int) -> None:
         self._is_closed = False
@@ -204,17 +198,12 @@ class GrpcTarget:
             await asyncio.gather(*(self._ask("ServerLive", each) for each in self._channels))
         except GrpcRefused as error:
             raise self._problem(_why_no_server(error)) from None
-        if self._form is None:
-            await self.describe()
 
     def encode(self, sample: Sample) -> bytes:
-        assert self._form is not None, "inputs are encoded after `describe` or `open`"
+        assert self._form is not None, "inputs are encoded after `describe`"
         tensors = shared.tensors_of(self._form, sample)
-        key = tuple((tensor.name, tensor.shape) for tensor in tensors)
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            prefix = self._prefixes[key] = self._prefix(tensors)
-        parts: list[Buffer] = [prefix]
+        forms = ((tensor.name, tensor.datatype, tensor.shape) for tensor in tensors)
+        parts: list[Buffer] = [self._prefix(*forms)]
         for tensor in tensors:
             parts += (RAW_CONTENTS, _varint(len(tensor.data)), tensor.data)
         return b"".join(parts)
@@ -222,7 +211,7 @@ class GrpcTarget:
     def send(self, exchange: TimedExchange) -> None:
         if self._is_closed:
             exchange.sent = time.monotonic()
-            asyncio.get_running_loop().call_soon(_end, exchange, "cancelled")
+            asyncio.get_running_loop().call_soon(exchange.end, exchange.sent, "cancelled")
             return
         if not self._places and self.num_connections < self._spec.max_connections:
             self._add_connection()
@@ -238,7 +227,7 @@ class GrpcTarget:
         while self._waiting:
             exchange = self._waiting.popleft()
             exchange.sent = now
-            _end(exchange, "cancelled")
+            exchange.end(now, "cancelled")
         for call in list(self._calls):
             call.cancel()
         channels = [each for each in (self._question_channel, *self._channels) if each is not None]
@@ -247,15 +236,14 @@ class GrpcTarget:
         for channel in channels:
             await channel.close()
 
-    def _prefix(self, tensors: Sequence[Tensor]) -> bytes:
+    def _encode_prefix(self, *forms: tuple[str, str, tuple[int, ...]]) -> bytes:
         """Encode everything of the message except the tensors' contents."""
         from tritonclient.grpc import service_pb2
 
-        message = service_pb2.ModelInferRequest(
-            model_name=self._address.model, model_version=self._address.version
-        )
-        for tensor in tensors:
-            message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        model, version = self._address.model, self._address.version
+        message = service_pb2.ModelInferRequest(model_name=model, model_version=version)
+        for name, datatype, shape in forms:
+            message.inputs.add(name=name, datatype=datatype, shape=shape)
         return bytes(message.SerializeToString())
 
     def _channel(self) -> Channel:
@@ -271,7 +259,8 @@ class GrpcTarget:
         self._channels.append(channel)
         # Interleave the places of all connections, so that calls spread evenly.
         places = [channel.unary_unary(SERVICE + "ModelInfer")] * CALLS_PER_CONNECTION
-        self._places = deque(_interleaved(list(self._places), places))
+        pairs = zip_longest(self._places, places)
+        self._places = deque(place for pair in pairs for place in pair if place is not None)
 
     def _start(self, place: UnaryUnaryMultiCallable, exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
@@ -282,53 +271,43 @@ class GrpcTarget:
     def _ended(
         self, place: UnaryUnaryMultiCallable, exchange: TimedExchange, call: UnaryUnaryCall
     ) -> None:
-        exchange.done = time.monotonic()
+        done, failure = time.monotonic(), None
         self._calls.discard(call)
-        code = _at_once(call.code()).name
         if self._is_closed:
-            exchange.failure = "cancelled"
+            failure = "cancelled"
         else:
-            if code != "OK":
+            if (code := _at_once(call.code()).name) != "OK":
                 details = _at_once(call.details()) or ""
-                exchange.failure = failure_text(code, details, self._spec.timeout_s)
+                failure = failure_text(code, details, self._spec.timeout_s)
             if self._waiting:
                 self._start(place, self._waiting.popleft())
             else:
                 self._places.append(place)
-        exchange.finish(exchange)
+        exchange.end(done, failure)
 
 
 def parse_address(spec: TargetSpec) -> Address:
     """Parse the target's address; ConfigError lists everything that is wrong."""
-    check_no_credentials(spec.address)
+    parts, port = split_url(spec.address, "grpc://host:port")
     where = hide_password(spec.address)
-    try:
-        parts = urlsplit(spec.address)
-        port = parts.port
-    except ValueError:
-        raise ConfigError([f"{where}: invalid host or port; expected grpc://host:port"]) from None
     problems: list[str] = []
     if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or port is None:
         problems.append(f"{where}: expected grpc://host:port/model or grpc://host:port/model/1")
     names = [unquote(name) for name in parts.path.split("/") if name]
     if len(names) > 2 or parts.query or parts.fragment:
         problems.append(f"{where}: expected a model and perhaps a version after the port")
-    named = (*names[:2], "", "")
-    asked = (spec.model, spec.version)
-    for what, in_address, given in zip(("model", "version"), named, asked, strict=False):
-        if in_address and given and in_address != given:
-            problems.append(f"{where}: names the {what} '{in_address}', but '{given}' is asked for")
-    model, version = named[0] or spec.model, named[1] or spec.version
+    model, version, *_ = (*names, "", "")
+    problems += [f"{where}: {text}" for text in shared.contradictions(spec, model, version)]
+    model, version = model or spec.model, version or spec.version
     if not model:
         problems.append(f"{where}: names no model; expected grpc://host:port/model, or --model")
     if problems:
         raise ConfigError(problems)
-    return Address(spec.address, parts.netloc, model, version, parts.scheme == "grpcs")
+    return Address(parts.netloc, model, version, parts.scheme == "grpcs")
 
 
 def failure_text(code: str, details: str, timeout_s: float) -> str:
-    """Describe why a call failed, identically for identical causes: gRPC's own texts about
-    connections contain addresses."""
+    """Describe why a call failed, without the addresses in gRPC's own texts."""
     if code == "DEADLINE_EXCEEDED" and details == DEADLINE:
         return f"no answer within {timeout_s:g} s"
     text = shared.in_short(_cause(details))
@@ -336,11 +315,8 @@ def failure_text(code: str, details: str, timeout_s: float) -> str:
 
 
 def _cause(details: str) -> str:
-    if match := CONNECTION.search(details):
-        return match[1]
-    if match := RESOLVING.search(details):
-        return match[1]
-    return details
+    match = CONNECTION.search(details) or RESOLVING.search(details)
+    return match[1] if match else details
 
 
 def _why_no_server(error: GrpcRefused) -> str:
@@ -358,12 +334,6 @@ def _needs_key(error: GrpcRefused) -> str:
     return f"{error.details}; give a key with the scope 'infer' by --api-key or PENSTOCK_API_KEY"
 
 
-def _end(exchange: TimedExchange, failure: str) -> None:
-    exchange.done = time.monotonic()
-    exchange.failure = failure
-    exchange.finish(exchange)
-
-
 def _at_once(answer: Coroutine[object, None, Value]) -> Value:
     """Return the result of a coroutine that never suspends: a question to a call that has ended."""
     try:
@@ -372,12 +342,6 @@ def _at_once(answer: Coroutine[object, None, Value]) -> Value:
         value: Value = ended.value
         return value
     raise AssertionError("the call has not ended")
-
-
-def _interleaved(first: list[Value], second: list[Value]) -> Iterator[Value]:
-    for index in range(max(len(first), len(second))):
-        yield from first[index : index + 1]
-        yield from second[index : index + 1]
 
 
 def _varint(number: int) -> bytes:

@@ -1,7 +1,7 @@
 """An HTTP/1.1 client for load: one request in flight per connection, connections on demand.
 
 A request is bytes ready to write; the answer goes to the exchange, through an `AnswerReader` if one
-is given. Knows nothing of models. Lives on one event loop.
+is given. Lives on one event loop. `HttpTarget` adds what targets over HTTP share.
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets.http_connection import (
-    LOST,
-    AnswerReader,
-    ClientConnection,
-    Read,
-    StatusReader,
-)
+from penstock.benchmark.targets import Counters, TargetSpec, http_messages
+from penstock.benchmark.targets.http_connection import LOST, ClientConnection, Read, StatusReader
 from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.errors import ConfigError
 
@@ -30,6 +25,7 @@ SWEEP_S = 1.0
 # Connections opened in parallel: fewer than a server's accept backlog.
 MAX_OPENING = 64
 ASK_TIMEOUT_S = 10.0
+MAX_MODELS_TOLD = 20
 CANCELLED = "cancelled"
 
 
@@ -55,7 +51,8 @@ class HttpClient:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.now = now
-        self.read: Read = read or self._read_status
+        self._causes = Causes()
+        self.read: Read = read or (lambda exchange: StatusReader(exchange, self._causes))
         self.remembers_heads = read is None
         # Heads of good answers, with the length of the body that follows.
         self.known_heads: dict[bytes, int] = {}
@@ -66,7 +63,6 @@ class HttpClient:
         self._max_connections = max_connections
         self._host = url.host
         self._tls = ssl.create_default_context() if url.is_tls else None
-        self._causes = Causes()
         self._connections: set[ClientConnection] = set()
         self._idle: list[ClientConnection] = []
         self._waiting: deque[TimedExchange] = deque()
@@ -79,8 +75,7 @@ class HttpClient:
         return len(self._connections)
 
     async def open(self, num_connections: int) -> None:
-        """Open this many connections, up to the maximum; ConfigError when that fails. A closed
-        client becomes usable again."""
+        """Open so many connections, up to the maximum; ConfigError if it fails. Undoes `close`."""
         self._is_closed = False
         missing = min(num_connections, self._max_connections) - len(self._connections)
         try:
@@ -89,7 +84,7 @@ class HttpClient:
                     for _ in range(min(MAX_OPENING, missing - start)):
                         group.create_task(self._connect())
         except* OSError as errors:
-            text = connect_failure(_first(errors), self._timeout_s)
+            text = connect_failure(errors.exceptions[0], self._timeout_s)
             problem = f"{self._url.text}: the server cannot be reached: {text}"
             if self._connections:
                 problem += f", after {len(self._connections)} connections"
@@ -107,13 +102,12 @@ class HttpClient:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        tasks = list(self._connecting)
-        for task in tasks:
+        for task in self._connecting:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._connecting, return_exceptions=True)
         self._idle.clear()
         while self._waiting:
-            self.end(self._waiting.popleft(), CANCELLED)
+            self._waiting.popleft().end(self.now(), CANCELLED)
         for connection in list(self._connections):
             connection.fail(CANCELLED)
         # The loop closes the sockets in its next iteration.
@@ -123,15 +117,11 @@ class HttpClient:
         """Fail timed-out exchanges. Called about once a second while connections are open."""
         limit = self.now() - self._timeout_s
         text = f"no answer within {self._timeout_s:g} s"
-        late = [
-            connection
-            for connection in self._connections
-            if connection.exchange is not None and connection.exchange.sent < limit
-        ]
-        for connection in late:
-            connection.fail(text)
+        for connection in list(self._connections):
+            if connection.exchange is not None and connection.exchange.sent < limit:
+                connection.fail(text)
         while self._waiting and self._waiting[0].sent < limit:
-            self.end(self._waiting.popleft(), text)
+            self._waiting.popleft().end(self.now(), text)
 
     # Called by connections.
 
@@ -151,19 +141,12 @@ class HttpClient:
         """Put an exchange that never reached the server back at the front of the queue."""
         self._waiting.appendleft(exchange)
 
-    def end(self, exchange: TimedExchange, failure: str) -> None:
-        exchange.done = self.now()
-        exchange.failure = failure
-        exchange.finish(exchange)
-
-    # Connections.
-
     def _wait(self, exchange: TimedExchange) -> None:
         # For the timeout; set again when it is sent.
         exchange.sent = self.now()
         if self._is_closed:
             # Deferred, since `finish` may send the next exchange.
-            asyncio.get_running_loop().call_soon(self.end, exchange, CANCELLED)
+            asyncio.get_running_loop().call_soon(exchange.end, exchange.sent, CANCELLED)
             return
         self._waiting.append(exchange)
         if self._num_allowed <= 0:
@@ -175,11 +158,9 @@ class HttpClient:
         return self._max_connections - len(self._connections) - len(self._connecting)
 
     def _grow(self) -> None:
-        while (
-            len(self._connecting) < len(self._waiting)
-            and self._num_allowed > 0
-            and not self._is_closed
-        ):
+        if self._is_closed:
+            return
+        while self._num_allowed > 0 and len(self._connecting) < len(self._waiting):
             task = asyncio.get_running_loop().create_task(self._connect_for_waiting())
             self._connecting.add(task)
 
@@ -192,19 +173,17 @@ class HttpClient:
         finally:
             self._connecting.discard(cast("asyncio.Task[None]", asyncio.current_task()))
         if failure is not None and self._waiting:
-            self.end(self._waiting.popleft(), failure)
+            self._waiting.popleft().end(self.now(), failure)
         self._grow()
 
     async def _connect(self) -> None:
         """Open a connection; OSError when that fails."""
         self._start_timer()
+        name = self._url.host if self._tls is not None else None
+        place = (self._host, self._url.port)
         async with asyncio.timeout(self._timeout_s):
             transport, connection = await asyncio.get_running_loop().create_connection(
-                lambda: ClientConnection(self),
-                self._host,
-                self._url.port,
-                ssl=self._tls,
-                server_hostname=self._url.host if self._tls is not None else None,
+                lambda: ClientConnection(self), *place, ssl=self._tls, server_hostname=name
             )
         if self._is_closed or transport.is_closing():
             transport.abort()
@@ -224,9 +203,6 @@ class HttpClient:
         self._start_timer()
         self.sweep()
 
-    def _read_status(self, exchange: TimedExchange) -> AnswerReader:
-        return StatusReader(exchange, self._causes)
-
 
 def connect_failure(error: BaseException, timeout_s: float) -> str:
     """Describe why connecting failed, in the same words for the same cause."""
@@ -240,15 +216,9 @@ def connect_failure(error: BaseException, timeout_s: float) -> str:
         return f"no TLS: {error.reason or error}"
     if isinstance(error, TimeoutError):
         return f"no connection within {timeout_s:g} s"
-    text = getattr(error, "strerror", None) or str(error)
     if getattr(error, "errno", None) == errno.EMFILE:
         return "no connection: too many open files here (raise ulimit -n)"
-    return f"no connection: {text.lower()}"
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    error = errors.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+    return f"no connection: {(getattr(error, 'strerror', None) or str(error)).lower()}"
 
 
 async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> HttpAnswer:
@@ -265,3 +235,40 @@ async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> Htt
     if exchange.failure is not None:
         raise NoAnswer(exchange.failure)
     return answer
+
+
+class HttpTarget(HttpClient):
+    """Headers and questions to the server; a target adds `describe` and `encode`."""
+
+    load_s: float | None = None
+
+    def __init__(self, spec: TargetSpec, url: Url, read: Read | None = None) -> None:
+        super().__init__(url, spec.timeout_s, spec.max_connections, read)
+        self._spec = spec
+        self._headers = dict(spec.headers)
+        if spec.api_key and "authorization" not in map(str.lower, spec.headers):
+            self._headers["Authorization"] = f"Bearer {spec.api_key}"
+        http_messages.check_headers(self._headers)
+
+    async def counters(self) -> Counters | None:
+        return None
+
+    async def _ask(self, path: str) -> HttpAnswer:
+        """Ask the server; ConfigError if it does not answer, or requires a key."""
+        origin = self._url.origin
+        message = http_messages.request_bytes(self._url, "GET", path, self._headers)
+        try:
+            answer = await ask(self._url, message)
+        except NoAnswer as error:
+            raise ConfigError([f"{origin}: the server cannot be reached: {error}"]) from None
+        if answer.status in (401, 403):
+            text = f"{answer.error_text}; give a key by --api-key or PENSTOCK_API_KEY"
+            raise ConfigError([f"{origin}: {text}"])
+        return answer
+
+
+def list_models(names: Iterable[str], otherwise: str) -> str:
+    """List the models of a server, the first ones if there are many."""
+    found = sorted(set(names))
+    listed = ", ".join(found[:MAX_MODELS_TOLD]) or otherwise
+    return listed + (", …" if len(found) > MAX_MODELS_TOLD else "")

@@ -39,11 +39,9 @@ class AnswerReader(Protocol):
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         """Take the head; names are lower case."""
-        ...
 
     def chunk(self, data: bytes) -> None:
         """Take part of the decoded body, as the network happens to split it."""
-        ...
 
     def end(self) -> str | None: ...
 
@@ -53,8 +51,6 @@ Read = Callable[[TimedExchange], AnswerReader]
 
 class StatusReader:
     """Judges an answer by its status: 2xx is good. Also records `Server-Timing`."""
-
-    __slots__ = ("_causes", "_exchange", "_kept", "_status")
 
     def __init__(self, exchange: TimedExchange, causes: Causes) -> None:
         self._exchange = exchange
@@ -99,12 +95,9 @@ class ClientConnection(asyncio.Protocol):
         self._reader: AnswerReader | None = None
         self._first_data = b""
         self._headers: dict[bytes, bytes] = {}
-        self._head_bytes = 0
-        self._status = 0
-        self._keeps_alive = False
-        self._ends_with_connection = False
-        self._is_complete = False
-        self._has_excess = False
+        self._head_bytes = self._status = 0
+        self._keeps_alive = self._ends_with_connection = False
+        self._is_complete = self._has_excess = False
 
     def start(self, exchange: TimedExchange) -> None:
         """Send an exchange; the connection must be idle."""
@@ -120,7 +113,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
         self._client.lost(self)
         if exchange is not None:
-            self._client.end(exchange, text)
+            exchange.end(self._now(), text)
 
     # Called by the event loop.
 
@@ -174,9 +167,8 @@ class ClientConnection(asyncio.Protocol):
             self._drop()
         exchange.finish(exchange)
 
-    # An answer that has to be parsed.
-
     def _begin(self, data: bytes) -> None:
+        """Begin an answer that has to be parsed."""
         self._left = _PARSING
         self._first_data = data
         self._headers = {}
@@ -222,11 +214,8 @@ class ClientConnection(asyncio.Protocol):
         headers = self._headers
         self._status = status
         self._keeps_alive = self._parser.should_keep_alive()
-        self._ends_with_connection = (
-            b"content-length" not in headers
-            and b"transfer-encoding" not in headers
-            and status not in (204, 304)
-        )
+        has_length = not headers.keys().isdisjoint((b"content-length", b"transfer-encoding"))
+        self._ends_with_connection = not has_length and status not in (204, 304)
         self._reader = self._client.read(self.exchange)
         self._reader.head(status, headers)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -23,9 +23,7 @@ _OURS = ("host", "content-length", "transfer-encoding", "connection")
 _CREDENTIALS = re.compile("^([^/:]*:(?://)?).*@", re.DOTALL)
 _WITH_DIGITS = re.compile(r"[\w-]*\d[\w-]*")
 # A metric's name, other parameters, and its duration.
-_DURATION = re.compile(
-    r'([^\s,;="]+)\s*(?:;[^,;]*)*?;\s*dur\s*=\s*"?(\d+(?:\.\d*)?)', re.IGNORECASE
-)
+_DURATION = re.compile(r'([^\s,;="]+)\s*(?:;[^,;]*)*?;\s*dur\s*=\s*"?(\d+(?:\.\d*)?)', re.I)
 
 T = TypeVar("T")
 
@@ -49,8 +47,7 @@ class Url(NamedTuple):
 
 @dataclass(slots=True)
 class HttpAnswer:
-    """A whole answer, read as it arrives. Header names are lower case; a repeated header keeps its
-    last value."""
+    """A whole answer, read as it arrives. Header names are lower case; the last of each counts."""
 
     status: int = 0
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
@@ -87,27 +84,27 @@ class HttpAnswer:
 
 
 def hide_password(address: str) -> str:
-    """Mask an address for errors and logs. Everything up to the last @ may be a password, even in a
-    malformed address."""
+    """Mask an address for errors and logs: all up to the last @ may be a password."""
     return _CREDENTIALS.sub(r"\1***@", address)
 
 
-def check_no_credentials(address: str) -> None:
-    """Raise ConfigError for a user or password in an address: no target would send them."""
-    authority = re.split("[/?#]", address.partition("://")[2], maxsplit=1)[0]
-    if "@" in authority:
-        raise ConfigError([f"{hide_password(address)}: no user or password is allowed in a URL"])
+def split_url(text: str, expected: str) -> tuple[SplitResult, int | None]:
+    """Return the parts of an address and its port; ConfigError if they are invalid, or for a user
+    or password, which no target would send."""
+    shown = hide_password(text)
+    if "@" in re.split("[/?#]", text.partition("://")[2], maxsplit=1)[0]:
+        raise ConfigError([f"{shown}: no user or password is allowed in a URL"])
+    try:
+        parts = urlsplit(text)
+        return parts, parts.port
+    except ValueError:
+        raise ConfigError([f"{shown}: invalid host or port; expected {expected}"]) from None
 
 
 def parse_url(text: str) -> Url:
     """Parse http://host[:port][/path] or https; ConfigError otherwise."""
-    check_no_credentials(text)
+    parts, port = split_url(text, "http://host:port/…")
     shown = hide_password(text)
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:
-        raise ConfigError([f"{shown}: invalid host or port; expected http://host:port/…"]) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError([f"{shown}: expected http://host:port/…"])
     if not all(" " < character <= "~" for character in text):
@@ -161,9 +158,9 @@ def error_text(body: bytes | bytearray) -> str:
     return shortened(str(decoded)) if decoded else ""
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, most: int = MAX_TEXT) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 class Causes:

@@ -1,5 +1,4 @@
 """A model in this process: no network and no protocol, but the server's batcher and workers.
-Measures the model with its batching.
 
 `describe` only reads files; `open` loads. The batcher runs on the sender's event loop, so that a
 request needs no thread switch; workers are processes, as in the server, so that driving a device
@@ -14,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import penstock
 from penstock.benchmark.exchange import TimedExchange
@@ -30,6 +29,7 @@ from penstock.repository.model_source import resolve
 from penstock.serving import local
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline
+from penstock.serving.served import Served
 from penstock.types import Request, Response, Tensor
 
 SWEEP_S = 0.5
@@ -47,13 +47,8 @@ class Item:
         self.form = tuple((tensor.name, tensor.shape, len(tensor.data)) for tensor in tensors)
 
 
-class Closeable(Protocol):
-    async def close(self) -> None: ...
-
-
 class LocalTarget(Generic[Job]):
-    """A model in this process. Invariant: jobs are in `_open`, in sending order, until their
-    exchanges have ended."""
+    """A model in this process. Invariant: `_open` has the unended jobs in sending order."""
 
     # There are no connections: constants for the interface.
     num_connections = 1
@@ -61,13 +56,13 @@ class LocalTarget(Generic[Job]):
 
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
-        self._model: Closeable | None = None
+        self._model: Served | None = None
         self._open: dict[Job, TimedExchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
         # Load time in seconds, including warm-up of every batch size.
         self.load_s: float | None = None
 
-    async def _load(self, config: ModelConfig) -> Closeable:
+    async def _load(self, config: ModelConfig) -> Served:
         raise NotImplementedError
 
     def _cancel(self, job: Job) -> None:
@@ -124,12 +119,8 @@ class LocalTarget(Generic[Job]):
 
     def _end(self, job: Job, failure: str | None) -> None:
         """End an exchange, unless it has already ended."""
-        exchange = self._open.pop(job, None)
-        if exchange is None:
-            return
-        exchange.done = time.monotonic()
-        exchange.failure = failure
-        exchange.finish(exchange)
+        if (exchange := self._open.pop(job, None)) is not None:
+            exchange.end(time.monotonic(), failure)
 
 
 class InProcess(LocalTarget[Request]):
@@ -144,9 +135,7 @@ class InProcess(LocalTarget[Request]):
 
     async def describe(self) -> tuple[Description, RequestForm]:
         folder, config = await asyncio.to_thread(find, self._spec)
-        self._form = RequestForm(
-            kind="tensors", inputs=tuple(config.inputs), has_batch=config.max_batch_size > 0
-        )
+        self._form = RequestForm("tensors", tuple(config.inputs), config.max_batch_size > 0)
         digest = await asyncio.to_thread(model_digest, folder, config)
         description = self._description(config, "in process", digest)
         description.max_batch_size = config.max_batch_size
@@ -156,11 +145,6 @@ class InProcess(LocalTarget[Request]):
         """Return None until the model is loaded."""
         return None if self._model is None else counters_of(self._model.metrics.statistics())
 
-    async def open(self, num_connections: int) -> None:
-        if self._form is None:
-            await self.describe()
-        await super().open(num_connections)
-
     async def _load(self, config: ModelConfig) -> Model | StagePipeline:
         return await local.start(await asyncio.to_thread(local.place_here, config), ProcessLife)
 
@@ -169,7 +153,7 @@ class InProcess(LocalTarget[Request]):
         self._model.cancel(job)
 
     def encode(self, sample: Sample) -> Item:
-        assert self._form is not None, "inputs are encoded after `describe` or `open`"
+        assert self._form is not None, "inputs are encoded after `describe`"
         return Item(tensors_of(self._form, sample))
 
     def send(self, exchange: TimedExchange) -> None:
@@ -187,14 +171,14 @@ class InProcess(LocalTarget[Request]):
         exchange = self._open.pop(request, None)
         if exchange is None:
             return  # It timed out before.
-        exchange.done = time.monotonic()
+        done, failure = time.monotonic(), None
         if isinstance(answer, PenstockError):
-            exchange.failure = failure_text(answer)
+            failure = failure_text(answer)
         elif self._spec.timing_every:
             self._num_answered += 1
             if self._num_answered % self._spec.timing_every == 0:
                 exchange.phases = request.timings.phases()
-        exchange.finish(exchange)
+        exchange.end(done, failure)
 
 
 def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
@@ -221,8 +205,7 @@ def model_digest(folder: Path, config: ModelConfig) -> str:
         return files_digest(folder / config.version)
     path = Path(config.artifact)
     weights = onnx_file.weight_files(path) if path.suffix == ".onnx" else []
-    digests = {name: file_digest(path.parent / name) for name in (path.name, *weights)}
-    return _digest(digests)
+    return _digest({name: file_digest(path.parent / name) for name in (path.name, *weights)})
 
 
 def files_digest(folder: Path) -> str:
@@ -230,14 +213,9 @@ def files_digest(folder: Path) -> str:
     committed version, otherwise computed. Both give the same digest."""
     manifest = manifests.read(folder)
     if manifest is not None:
-        digests = {name: entry.sha256 for name, entry in manifest.files.items()}
-    else:
-        digests = {
-            name: file_digest(folder / name)
-            for name in manifests.names_below(folder)
-            if (folder / name).is_file()
-        }
-    return _digest(digests)
+        return _digest({name: entry.sha256 for name, entry in manifest.files.items()})
+    names = [name for name in manifests.names_below(folder) if (folder / name).is_file()]
+    return _digest({name: file_digest(folder / name) for name in names})
 
 
 def _digest(digests: Mapping[str, str]) -> str:

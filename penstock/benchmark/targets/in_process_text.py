@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,12 +23,11 @@ from penstock.llm.generation import Generation, Totals
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
-from penstock.llm.text import Text, read_text
+from penstock.llm.text import Text
+from penstock.llm.text_files import read_text
 from penstock.serving import local
 from penstock.wire.openai_prompts import CompletionRequest, read_completion
 from penstock.wire.openai_v1 import ChatRequest, read_chat
-
-EMPTY = "empty answer"
 
 
 class InProcessText(LocalTarget["ChunkRecorder"]):
@@ -47,16 +46,14 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
         await asyncio.to_thread(self._check_template, config)
         self._name = config.name
         path = path_of(config)
-        digest = await asyncio.to_thread(
-            in_process.files_digest if path.is_dir() else in_process.file_digest, path
-        )
-        protocol = f"in process, OpenAI {self._spec.api}"
-        description = self._description(config, protocol, digest)
+        compute = in_process.files_digest if path.is_dir() else in_process.file_digest
+        digest = await asyncio.to_thread(compute, path)
+        description = self._description(config, f"in process, OpenAI {self._spec.api}", digest)
         return description, RequestForm(kind=FORMS[self._spec.api])
 
     def _check_template(self, config: ModelConfig) -> None:
         text = read_text(str(path_of(config)))
-        if self._spec.api == "chat" and not text.has_template:
+        if self._spec.api == "chat" and not text.template:
             problem = "the model has no template for chats; give --api completions"
             raise ConfigError([f"{self._spec.address}: {problem}"])
 
@@ -64,7 +61,6 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
         return None
 
     async def _load(self, config: ModelConfig) -> LanguageModel:
-        self._name = config.name
         # Not with the model's renderer: a sample is encoded when it is sent.
         parses_special = settings_of(config).parses_special
         read = partial(read_text, str(path_of(config)), parses_special=parses_special)
@@ -80,9 +76,7 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
     def encode(self, sample: Sample) -> ChatRequest | CompletionRequest:
         body = body_of(self._name, self._spec.api, sample, self._extra)
         try:
-            if self._spec.api == "chat":
-                return read_chat(body)
-            return read_completion(body)
+            return read_chat(body) if self._spec.api == "chat" else read_completion(body)
         except PenstockError as error:
             raise ConfigError([f"input: {error}"]) from None
 
@@ -94,31 +88,24 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
         if self._model is None:
             asyncio.get_running_loop().call_soon(self._end, recorder, "cancelled")
             return
+        asked: ChatRequest | CompletionRequest = exchange.item
         try:
-            recorder.generation = self._generation(self._model, exchange.item, recorder)
+            tokens = self._tokens(asked)
+            recorder.generation = self._model.new_generation(tokens, asked.params, recorder)
         except PenstockError as error:
             asyncio.get_running_loop().call_soon(recorder.failed, error)
             return
         self._model.submit(recorder.generation)
 
-    def _generation(
-        self,
-        model: LanguageModel,
-        asked: ChatRequest | CompletionRequest,
-        recorder: ChunkRecorder,
-    ) -> Generation:
-        """Make the generation as a server would for the same request."""
+    def _tokens(self, asked: ChatRequest | CompletionRequest) -> Sequence[int]:
+        """Encode the prompt as a server would."""
         assert self._text is not None, "it is read before the model is there"
         if isinstance(asked, ChatRequest):
-            tokens = self._text.encode_chat(asked.messages, asked.template_options)
-        else:
-            (prompt,) = asked.prompts
-            is_whole = asked.has_special_tokens
-            if isinstance(prompt, str):
-                tokens = self._text.encode(prompt, is_whole=is_whole)
-            else:
-                tokens = prompt
-        return model.new_generation(tokens, asked.params, recorder)
+            return self._text.encode_chat(asked.messages, asked.template_options)
+        (prompt,) = asked.prompts
+        if isinstance(prompt, str):
+            return self._text.encode(prompt, is_whole=asked.has_special_tokens)
+        return prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +123,7 @@ class ChunkRecorder:
     def finished(self, totals: Totals) -> None:
         self.stream.num_input_tokens = totals.num_prompt
         self.stream.num_output_tokens = totals.num_generated
-        self.end(self, None if self.stream.times else EMPTY)
+        self.end(self, None if self.stream.times else "empty answer")
 
     def failed(self, error: PenstockError) -> None:
         self.end(self, failure_text(error))

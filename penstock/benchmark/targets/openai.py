@@ -1,6 +1,5 @@
 """A language model behind OpenAI's API (vLLM, SGLang, llama.cpp and others): chat or completions,
-always streamed, so that the arrival of each chunk is seen.
-"""
+always streamed, so that the arrival of each chunk is seen."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
 from penstock.benchmark.exchange import StreamTimes, TimedExchange
 from penstock.benchmark.targets import Description, TargetSpec, http_messages
+from penstock.benchmark.targets.http_client import HttpTarget, list_models
 from penstock.benchmark.targets.http_connection import CUT, StatusReader
 from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
-from penstock.benchmark.targets.http_target import HttpTarget, list_models
 from penstock.benchmark.targets.shared import in_short
-from penstock.benchmark.targets.sse import EventParser, NotEvents
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 
@@ -24,6 +23,7 @@ PATHS = {"chat": "/chat/completions", "completions": "/completions"}
 FORMS = {"chat": "messages", "completions": "prompt"}
 EVENTS = b"text/event-stream"
 DONE = b"[DONE]"
+MAX_EVENT_BYTES = 1 << 20
 # Statuses of servers that list no models but still answer requests.
 WITHOUT_LIST = (404, 405, 501)
 # Names in the Server header that belong to a proxy or HTTP stack, not to the model server.
@@ -74,9 +74,65 @@ class _Version(msgspec.Struct):
     version: str
 
 
+class NotEvents(ValueError):
+    """The data is not an event stream, or an event is far too large."""
+
+
+class EventParser:
+    """Parses server-sent events (WHATWG HTML, section 9.2), split anywhere. Lines end with LF, CR
+    or CRLF. Comments and fields other than `data` are skipped."""
+
+    def __init__(self) -> None:
+        # The incomplete line, and the data of the incomplete event.
+        self._line = b""
+        self._data: list[bytes] = []
+        self._num_bytes = 0
+        self._follows_return = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of each event that is now complete."""
+        if not data:
+            return []
+        # The LF of a CRLF whose CR already ended a line.
+        skip = 1 if self._follows_return and data[:1] == b"\n" else 0
+        self._follows_return = data.endswith(b"\r")
+        data = data[skip:]
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._line = (self._line + data).split(b"\n")
+        events: list[bytes] = []
+        for line in lines:
+            self._end_line(line, events)
+        if len(self._line) + self._num_bytes > MAX_EVENT_BYTES:
+            raise NotEvents(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+        return events
+
+    def end(self) -> list[bytes]:
+        """End the stream. The standard drops an event without an empty line after it, but some
+        servers omit that line at the end."""
+        events: list[bytes] = []
+        if self._line:
+            self._end_line(self._line, events)
+        self._end_line(b"", events)
+        self._line = b""
+        return events
+
+    def _end_line(self, line: bytes, events: list[bytes]) -> None:
+        if not line:
+            if self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+                self._num_bytes = 0
+            return
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            value = value.removeprefix(b" ")
+            self._data.append(value)
+            self._num_bytes += len(value) + 1
+
+
 class StreamReader(StatusReader):
-    """Reads one answer. A chunk is an event with text, of the answer or of its reasoning; an event
-    that only names the role is not one."""
+    """Reads one answer. A chunk is an event with text, of the answer or of its reasoning."""
 
     def __init__(self, exchange: TimedExchange, causes: Causes, now: Callable[[], float]) -> None:
         super().__init__(exchange, causes)
@@ -140,22 +196,14 @@ class StreamReader(StatusReader):
         if event.error is not None:
             self._failure = f"error in the stream: {in_short(http_messages.error_text(data))}"
             return
-        if event.usage is not None:
-            self._note_usage(event.usage)
-        if any(map(_has_text, event.choices or ())):
-            self._stream.times.append(now)
-
-    def _note_usage(self, usage: _Usage) -> None:
+        usage = event.usage or _Usage()
         if usage.prompt_tokens is not None:
             self._stream.num_input_tokens = usage.prompt_tokens
         if usage.completion_tokens is not None:
             self._num_told = usage.completion_tokens
-
-
-def _has_text(choice: _Choice) -> bool:
-    if choice.text:
-        return True
-    return choice.delta is not None and any(msgspec.structs.astuple(choice.delta))
+        choices = event.choices or ()
+        if any(each.text or any(astuple(each.delta or _Delta())) for each in choices):
+            self._stream.times.append(now)
 
 
 class OpenAI(HttpTarget):
@@ -163,17 +211,14 @@ class OpenAI(HttpTarget):
 
     def __init__(self, spec: TargetSpec) -> None:
         url, self._base, self._api = find_place(spec)
-        super().__init__(spec, url, self._read_answer)
+        super().__init__(spec, url, lambda each: StreamReader(each, self._causes, time.monotonic))
         self._extra = parse_extra(spec.extra)
         self._model = spec.model
-        self._is_described = False
-        self._causes = Causes()
 
     async def describe(self) -> tuple[Description, RequestForm]:
         answer = await self._ask(f"{self._base}/models")
         model = self._find_model(answer)
         self._model = model.id
-        self._is_described = True
         description = Description(
             protocol=f"OpenAI {self._api}",
             address=self._spec.address,
@@ -182,19 +227,11 @@ class OpenAI(HttpTarget):
         )
         return description, RequestForm(kind=FORMS[self._api])
 
-    async def open(self, num_connections: int) -> None:
-        if not self._is_described:
-            await self.describe()
-        await super().open(num_connections)
-
     def encode(self, sample: Sample) -> bytes:
         data = body_of(self._model, self._api, sample, self._extra)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         path = self._base + PATHS[self._api]
         return http_messages.request_bytes(self._url, "POST", path, headers | self._headers, data)
-
-    def _read_answer(self, exchange: TimedExchange) -> StreamReader:
-        return StreamReader(exchange, self._causes, time.monotonic)
 
     def _find_model(self, answer: HttpAnswer) -> _Model:
         asked, where = self._spec.model, f"{self._url.origin}{self._base}/models"
@@ -213,8 +250,7 @@ class OpenAI(HttpTarget):
         raise ConfigError([f"{where}: say by --model which one is meant; there is {told}"])
 
     async def _server(self, model: _Model, header: bytes) -> str:
-        """Return the server's name and version. vLLM gives its name as the models' owner, and its
-        version at `/version`."""
+        """Return name and version. vLLM is named as the models' owner, and has `/version`."""
         name = header.decode("latin-1").strip()
         if not name or name.partition("/")[0].lower() in CARRIERS:
             name = model.owned_by or ""

@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 
 from penstock.benchmark.targets import Description, TargetSpec
-from penstock.benchmark.targets.http_client import HttpClient
+from penstock.benchmark.targets.http_client import HttpClient, HttpTarget
 from penstock.benchmark.targets.http_messages import parse_url, request_bytes
-from penstock.benchmark.targets.http_target import HttpTarget
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 
@@ -37,7 +36,8 @@ class BodyTemplate:
             if match["itself"]:
                 piece += "{" + match["itself"] + "}"
                 continue
-            in_quotes ^= _num_quotes(piece) % 2 == 1
+            # Escaped quotes do not delimit strings.
+            in_quotes ^= re.sub(r"\\.", "", piece, flags=re.DOTALL).count('"') % 2 == 1
             self._texts.append(piece.encode())
             self._holes.append((match["name"], in_quotes))
             piece = ""
@@ -50,12 +50,9 @@ class BodyTemplate:
         return tuple(dict.fromkeys(name for name, _ in self._holes))
 
     def fill(self, values: Mapping[str, object]) -> bytes:
-        missing = [name for name in self.fields if name not in values]
-        if missing:
-            given = ", ".join(values) or "none"
-            raise ConfigError(
-                [f"field '{name}': the body needs it; the input has {given}" for name in missing]
-            )
+        if missing := [name for name in self.fields if name not in values]:
+            problem = f"the body needs it; the input has {', '.join(values) or 'none'}"
+            raise ConfigError([f"field '{name}': {problem}" for name in missing])
         parts = [self._texts[0]]
         for (name, in_quotes), text in zip(self._holes, self._texts[1:], strict=True):
             parts += (self._written(name, values[name], in_quotes), text)
@@ -75,11 +72,6 @@ class BodyTemplate:
         return msgspec.json.encode(encoded.decode())[1:-1]
 
 
-def _num_quotes(text: str) -> int:
-    """Count the quotes that delimit strings."""
-    return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"')
-
-
 def _is_json(body: bytes) -> bool:
     """Whether it is a JSON object or list; a field alone may be anything."""
     try:
@@ -90,8 +82,7 @@ def _is_json(body: bytes) -> bool:
 
 def _from_numpy(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
-        plain: object = value.tolist()
-        return plain
+        return value.tolist()
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
@@ -116,10 +107,8 @@ class PlainHttp(HttpTarget):
             await probe.open(1)
         finally:
             await probe.close()
-        return (
-            Description("HTTP", self._spec.address),
-            RequestForm("fields", fields=self._template.fields),
-        )
+        form = RequestForm("fields", fields=self._template.fields)
+        return Description("HTTP", self._spec.address), form
 
     def encode(self, sample: Sample) -> bytes:
         body = self._template.fill(sample.fields)

@@ -11,44 +11,50 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.benchmark.targets import Counters
+from penstock.benchmark.targets import Counters, TargetSpec
+from penstock.benchmark.targets.http_messages import shortened
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, shape_fits
 
 Json = Mapping[str, Any]
 MAX_TEXT = 120
+COMPUTE = ("compute_input", "compute_infer", "compute_output")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def in_short(text: str) -> str:
     """Shorten an error to its first line with N for every number: failures are counted by text, so
     the same cause must give the same text."""
-    lines = text.strip().splitlines()
-    short = _NUMBER.sub("N", " ".join(lines[0].split())) if lines else ""
-    return short if len(short) <= MAX_TEXT else short[: MAX_TEXT - 1] + "…"
+    line = next(iter(text.strip().splitlines()), "")
+    return shortened(_NUMBER.sub("N", line), MAX_TEXT)
+
+
+def contradictions(spec: TargetSpec, model: str, version: str) -> list[str]:
+    """Say where the address names another model or version than the command line."""
+    pairs = {"model": (model, spec.model), "version": (version, spec.version)}
+    return [
+        f"names the {what} '{named}', but --{what} is '{given}'"
+        for what, (named, given) in pairs.items()
+        if named and given and named != given
+    ]
 
 
 def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
     """Return the sample's tensors in the order of the signature; ConfigError lists all problems."""
-    known = form.names
-    names = ", ".join(known)
-    problems = [
-        f"input '{name}': unknown; the model takes {names}"
-        for name in sample.tensors
-        if name not in known
-    ]
+    names = ", ".join(form.names)
+    unknown = [name for name in sample.tensors if name not in form.names]
+    problems = [f"input '{name}': unknown; the model takes {names}" for name in unknown]
     tensors: list[Tensor] = []
     for spec in form.inputs:
         array = sample.tensors.get(spec.name)
-        if array is not None:
-            problem = _misfit(spec, np.asarray(array), form.has_batch)
-            if problem:
-                problems.append(f"input '{spec.name}': {problem}")
-            else:
-                tensors.append(from_array(spec.name, spec.datatype, np.asarray(array)))
-        elif not spec.is_optional:
-            problems.append(f"input '{spec.name}': missing; the model takes {names}")
+        if array is None:
+            if not spec.is_optional:
+                problems.append(f"input '{spec.name}': missing; the model takes {names}")
+        elif problem := _misfit(spec, np.asarray(array), form.has_batch):
+            problems.append(f"input '{spec.name}': {problem}")
+        else:
+            tensors.append(from_array(spec.name, spec.datatype, np.asarray(array)))
     if form.has_batch and not problems and len({tensor.shape[0] for tensor in tensors}) > 1:
         rows = ", ".join(f"'{tensor.name}' {tensor.shape[0]}" for tensor in tensors)
         problems.append(f"inputs have different numbers of rows: {rows}")
@@ -111,8 +117,7 @@ class V2Config(msgspec.Struct):
     def num_instances(self) -> int | None:
         """`count` instances for each GPU that a group names; None: unknown."""
         groups = self.instance_group
-        counts = [max(1, group.count) * max(1, len(group.gpus)) for group in groups]
-        return sum(counts) or None
+        return sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups) or None
 
 
 def form_of(metadata: V2Metadata, config: V2Config | None) -> RequestForm:
@@ -141,23 +146,19 @@ def counters_of(statistics: Json) -> Counters:
     """Convert one entry of v2's `model_stats`, from Triton or Penstock."""
     phases: Mapping[str, Json] = statistics.get("inference_stats", {})
 
-    def number(phase: str, field: str) -> int:
+    def number(phase: str, field: str = "ns") -> int:
         # Protobuf's JSON writes 64-bit numbers as text, and leaves out zeros.
         return int(phases.get(phase, {}).get(field, 0))
 
     def own(phase: str) -> int | None:
-        return number(phase, "ns") if phase in phases else None
+        return number(phase) if phase in phases else None
 
     return Counters(
         num_success=number("success", "count"),
         num_fail=number("fail", "count"),
         num_inferences=int(statistics.get("inference_count", 0)),
         num_executions=int(statistics.get("execution_count", 0)),
-        success_ns=number("success", "ns"),
-        queue_ns=number("queue", "ns"),
-        compute_input_ns=number("compute_input", "ns"),
-        compute_infer_ns=number("compute_infer", "ns"),
-        compute_output_ns=number("compute_output", "ns"),
+        **{f"{phase}_ns": number(phase) for phase in ("success", "queue", *COMPUTE)},
         batch_wait_ns=own("queue_batch"),
         instance_wait_ns=own("queue_instance"),
         busy_ns=_busy_ns(statistics),
@@ -169,8 +170,4 @@ def _busy_ns(statistics: Json) -> int | None:
     batches: Sequence[Json] = statistics.get("batch_stats", ())
     if not batches and int(statistics.get("execution_count", 0)) > 0:
         return None
-    return sum(
-        int(batch.get(phase, {}).get("ns", 0))
-        for batch in batches
-        for phase in ("compute_input", "compute_infer", "compute_output")
-    )
+    return sum(int(batch.get(phase, {}).get("ns", 0)) for batch in batches for phase in COMPUTE)

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 import msgspec
 import numpy as np
 
-from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets import TargetSpec, shared
 from penstock.benchmark.targets.http_messages import Url, parse_url
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
+from penstock.types import DATATYPES, Array, TensorSpec, from_array
 
 # /v2/models/NAME[/versions/VERSION][/infer], possibly behind a proxy's prefix.
 MODEL_PATH = re.compile(
     r"(?P<prefix>.*)/v2/models/(?P<name>[^/?]+)(/versions/(?P<version>[^/?]+))?(/infer)?/?"
 )
-SERVER_PATH = re.compile(r"(?P<prefix>.*?)(/v2)?/?")
 MAX_HEADS = 1024
 
 
@@ -46,47 +46,32 @@ def find_place(spec: TargetSpec) -> V2Address:
     if match is None:
         if not spec.model:
             raise ConfigError([f"{spec.address}: names no model: expected …/v2/models/NAME"])
-        server = SERVER_PATH.fullmatch(url.path)
-        prefix = server["prefix"] if server is not None else ""
+        prefix = url.path.rstrip("/").removesuffix("/v2")
         return V2Address(url, prefix, spec.model, spec.version)
     name, version = unquote(match["name"]), unquote(match["version"] or "")
-    for what, in_address, given in (
-        ("model", name, spec.model),
-        ("version", version, spec.version),
-    ):
-        if in_address and given and in_address != given:
-            text = f"{spec.address}: names the {what} '{in_address}', but --{what} is '{given}'"
-            raise ConfigError([text])
+    if problems := shared.contradictions(spec, name, version):
+        raise ConfigError([f"{spec.address}: {text}" for text in problems])
     return V2Address(url, match["prefix"], name, version or spec.version)
 
 
 class RequestTemplate:
-    """The common part of requests that differ only in tensor values: everything but the values, and
-    the sizes of BYTES tensors."""
-
-    __slots__ = ("_heads", "_start", "inputs", "is_binary")
+    """The common part of requests that differ only in values, and in sizes of BYTES tensors."""
 
     def __init__(self, start: bytes, inputs: Sequence[TensorSpec], is_binary: bool) -> None:
-        """`start` holds the lines of the head that never change. The shapes of `inputs` are those
-        of the tensors themselves."""
+        """`start`: the constant lines of the head. Shapes of `inputs` include the batch."""
         self._start = start
         self.inputs = inputs
         self.is_binary = is_binary
-        self._heads: dict[tuple[int, ...], bytes] = {}
+        self._head = lru_cache(MAX_HEADS)(self._binary_head)
 
     def message(self, tensors: Mapping[str, Array]) -> bytes:
         if not self.is_binary:
             return self._json_message(tensors)
-        parts = [_raw(tensors[spec.name], spec.datatype) for spec in self.inputs]
-        sizes = tuple(map(len, parts))
-        head = self._heads.get(sizes)
-        if head is None:
-            if len(self._heads) >= MAX_HEADS:
-                self._heads.clear()
-            head = self._heads[sizes] = self._binary_head(sizes)
-        return b"".join((head, *parts))
+        made = [from_array(each.name, each.datatype, tensors[each.name]) for each in self.inputs]
+        parts = [tensor.data for tensor in made]
+        return b"".join((self._head(tuple(map(len, parts))), *parts))
 
-    def _binary_head(self, sizes: Sequence[int]) -> bytes:
+    def _binary_head(self, sizes: tuple[int, ...]) -> bytes:
         inputs = [
             _described(spec) | {"parameters": {"binary_data_size": size}}
             for spec, size in zip(self.inputs, sizes, strict=True)
@@ -98,9 +83,8 @@ class RequestTemplate:
         return self._start + lines % len(text) + length + text
 
     def _json_message(self, tensors: Mapping[str, Array]) -> bytes:
-        inputs = [
-            _described(spec) | {"data": _numbers(tensors[spec.name], spec)} for spec in self.inputs
-        ]
+        values = {spec.name: _numbers(tensors[spec.name], spec) for spec in self.inputs}
+        inputs = [_described(spec) | {"data": values[spec.name]} for spec in self.inputs]
         body = msgspec.json.encode({"inputs": inputs})
         lines = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         return self._start + lines + body
@@ -110,20 +94,11 @@ def _described(spec: TensorSpec) -> dict[str, object]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
 
 
-def _raw(array: Array, datatype: str) -> bytes:
-    if datatype == "BYTES":
-        return pack_bytes(array)
-    return array.astype(DATATYPES[datatype].numpy, copy=False).tobytes()
-
-
 def _numbers(array: Array, spec: TensorSpec) -> list[object]:
     """Return elements for JSON in row-major order; ConfigError for values that JSON cannot hold."""
     if spec.datatype == "BYTES":
         try:
-            return [
-                element.decode() if isinstance(element, bytes) else str(element)
-                for element in array.ravel()
-            ]
+            return [each.decode() if isinstance(each, bytes) else str(each) for each in array.flat]
         except UnicodeDecodeError:
             text = "holds bytes that are not UTF-8, which JSON cannot say: send binary tensors"
             raise ConfigError([f"input '{spec.name}': {text}"]) from None

@@ -6,16 +6,12 @@ Messages are made by `v2_requests` and sent by `http_client`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
-from penstock.benchmark.targets.http_client import NoAnswer, ask
+from penstock.benchmark.targets import Counters, Description, TargetSpec, combine, shared
+from penstock.benchmark.targets.http_client import HttpTarget, NoAnswer, ask, list_models
 from penstock.benchmark.targets.http_messages import request_bytes
-from penstock.benchmark.targets.http_target import HttpTarget, list_models
 from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
 from penstock.data import RequestForm, Sample
@@ -63,8 +59,7 @@ class V2HttpTarget(HttpTarget):
             self._until_timing = self._spec.timing_every
         form = self._request_form = shared.form_of(metadata, config)
         self._check_form(form)
-        place = self._place
-        versions = metadata.versions or []
+        place, versions = self._place, metadata.versions or []
         description = Description(
             f"v2 HTTP, {'binary' if self._is_binary else 'JSON'}",
             self._spec.address,
@@ -87,7 +82,8 @@ class V2HttpTarget(HttpTarget):
             counts = [shared.counters_of(entry) for entry in answer.decode(_Statistics).model_stats]
         except (ConfigError, TypeError, ValueError, AttributeError):
             return None
-        return _total(counts) if counts else None
+        # Of all versions together.
+        return combine(counts, sum) if counts else None
 
     def encode(self, sample: Sample) -> bytes:
         tensors = sample.tensors
@@ -107,7 +103,7 @@ class V2HttpTarget(HttpTarget):
             item: bytes = exchange.item
             end = item.find(b"\r\n") + 2
             exchange.item = item[:end] + TIMING + item[end:]
-        self._client.send(exchange)
+        super().send(exchange)
 
     def _form(self, sample: Sample) -> RequestTemplate:
         form = self._request_form
@@ -117,8 +113,6 @@ class V2HttpTarget(HttpTarget):
         start = [f"POST {self._place.path}/infer HTTP/1.1", f"Host: {self._url.name}"]
         start += [f"{name}: {value}" for name, value in self._headers.items()]
         return RequestTemplate("\r\n".join((*start, "")).encode("latin-1"), specs, self._is_binary)
-
-    # Questions.
 
     async def _ask_server(self) -> _Server:
         path = f"{self._place.prefix}/v2"
@@ -186,10 +180,3 @@ class V2HttpTarget(HttpTarget):
             ]
         if problems:
             raise ConfigError(problems)
-
-
-def _total(counts: Sequence[Counters]) -> Counters:
-    """Sum over all versions; a counter that one of them lacks is unknown."""
-    columns = zip(*map(msgspec.structs.astuple, counts), strict=True)
-    totals: list[Any] = [None if None in column else sum(column) for column in columns]
-    return Counters(*totals)

@@ -116,10 +116,7 @@ class ModelFamily:
 
 
 def _sizes(
-    reader: Reader,
-    keys: Mapping[str, str],
-    head_size: int | None,
-    vocabulary: int | None = None,
+    reader: Reader, keys: Mapping[str, str], head_size: int | None, vocabulary: int | None = None
 ) -> dict[str, int]:
     """Read the sizes; raise ConfigError with all problems of the reader."""
     sizes = {name: reader.whole(keys[name]) for name in ("width", "num_heads")}
@@ -152,8 +149,7 @@ FAMILIES = (LLAMA, QWEN3)
 
 
 def family_of(architecture: str) -> ModelFamily:
-    """Return the family of an architecture; raise ConfigError with the known ones if it has
-    none."""
+    """Return the family of an architecture; raise ConfigError if there is none."""
     for family in FAMILIES:
         if architecture in family.architectures:
             return family

@@ -44,9 +44,11 @@ class Int8Linear:
         scaled = x * (RANGE_OF_INPUTS / ranges)
         first = scaled.round()
         terms = torch.cat([first, scaled.sub_(first).mul_(FINER)])
-        found, rest = _multiplied(terms, self.packed).chunk(2)
-        found = found.add_(rest, alpha=1 / FINER_BY).mul_(ranges)
-        return found if self.bias is None else found.add_(self.bias)
+        # Integers that are stored as FP32.
+        multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        found, rest = multiply(terms, 1.0, ZERO, self.packed).chunk(2)
+        whole: Tensor = found.add_(rest, alpha=1 / FINER_BY).mul_(ranges)
+        return whole if self.bias is None else whole.add_(self.bias)
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None) -> AnyLinear:
@@ -64,8 +66,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None) -> AnyLinear:
 
 
 def check_int8(device: str, dtype: str = "int8") -> None:
-    """Raise ConfigError if torch has no INT8 GEMM here. Also needed for INT4, whose logits are
-    INT8."""
+    """Raise ConfigError if torch has no INT8 GEMM here; the logits of INT4 need one too."""
     if device != CPU:
         text = f"dtype {dtype} runs on CPUs only; on {device} use bfloat16 or fp8"
         raise ConfigError([text])
@@ -75,11 +76,3 @@ def check_int8(device: str, dtype: str = "int8") -> None:
         reason = str(error).partition("\n")[0]
         raise ConfigError([f"dtype {dtype}: torch cannot on this CPU: {reason}"]) from None
     assert torch.allclose(found, torch.tensor([[1.0, -0.5]]), atol=0.01), found
-
-
-def _multiplied(terms: Tensor, packed: object) -> Tensor:
-    """Multiply integers that are stored as FP32."""
-    found: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        terms, 1.0, ZERO, packed
-    )
-    return found

@@ -135,9 +135,7 @@ def rope_of_config(values: Mapping[str, object], label: str) -> Rope:
     reader = Reader(values, label)
     told = {**reader.part("rope_scaling"), **reader.part("rope_parameters")}
     inner = Reader(told, f"{label}: rope")
-    theta = (
-        inner.real("rope_theta") if "rope_theta" in told else reader.real("rope_theta", 10_000.0)
-    )
+    theta = (inner if "rope_theta" in told else reader).real("rope_theta", 10_000.0)
     kind = str(told.get("rope_type", told.get("type", "default")))
     if kind not in ("default", "linear", "llama3"):
         reader.problems.append(f"{label}: rope of type '{kind}'; expected linear or llama3")
@@ -145,14 +143,9 @@ def rope_of_config(values: Mapping[str, object], label: str) -> Rope:
     if kind == "linear":
         found = Rope(theta, kind, inner.real("factor"))
     elif kind == "llama3":
-        found = Rope(
-            theta,
-            kind,
-            inner.real("factor"),
-            inner.real("low_freq_factor"),
-            inner.real("high_freq_factor"),
-            inner.whole("original_max_position_embeddings"),
-        )
+        factor, low, high = map(inner.real, ("factor", "low_freq_factor", "high_freq_factor"))
+        length = inner.whole("original_max_position_embeddings")
+        found = Rope(theta, kind, factor, low, high, length)
     reader.problems += inner.problems
     reader.check()
     return found

@@ -57,7 +57,7 @@ def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
     if file.is_dir() or file.suffix not in ROW_SUFFIXES:
         listed = ", ".join(ROW_SUFFIXES)
         raise ConfigError([f"data: {file}: prompts are read from files that end in {listed}"])
-    is_chat = text.has_template
+    is_chat = bool(text.template)
     form = RequestForm(kind="messages" if is_chat else "prompt")
     samples = samples_from_rows(form, read_rows(file), file.name)
     room = max_length - len(text.encode(_prefix(LONGEST_NUMBER), is_whole=False))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.errors import CommandLineError
 from penstock.llm.settings import DTYPES, settings_of
-from penstock.llm.text import read_text
+from penstock.llm.text_files import read_text
 from penstock.optimizer.accuracy import spent_alpha
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import Conclusion, FinalChoice

@@ -108,7 +108,7 @@ def _run(arguments: Sequence[str], watch: Watch, timeout_s: float) -> None:
 
 
 def main(job_path: str, answer_path: str) -> None:
-    from penstock.llm.engine_main import load
+    from penstock.llm.engine_loading import load
 
     job = msgspec.json.decode(Path(job_path).read_bytes(), type=LikelihoodJob)
     engine, _ = load(job.settings)

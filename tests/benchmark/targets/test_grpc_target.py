@@ -100,6 +100,7 @@ def run(
     async def whole() -> Any:
         try:
             if opens:
+                await target.describe()
                 await target.open(opens)
             return await body(target)
         finally:
@@ -443,6 +444,7 @@ def test_after_a_lost_connection_the_next_exchange_makes_a_new_one() -> None:
             async with answering(**SMALL) as port:
                 target = GrpcTarget(TargetSpec(f"grpc://127.0.0.1:{port}/m"))
                 closing.push_async_callback(target.close)
+                await target.describe()
                 await target.open(1)
                 sample = Sample({"x0": np.zeros((1, 4), np.float32), "x1": np.zeros(1, np.float32)})
                 item = target.encode(sample)
@@ -537,8 +539,11 @@ def test_model_and_version_may_be_given_beside_the_address() -> None:
         (TargetSpec("grpc://host:x/m"), "grpc://host:x/m: "),
         (TargetSpec("grpc://host:1/m/1/infer"), "a model and perhaps a version"),
         (TargetSpec("grpc://host:1/m?x=1"), "a model and perhaps a version"),
-        (TargetSpec("grpc://host:1/m", model="n"), "names the model 'm', but 'n' is asked for"),
-        (TargetSpec("grpc://host:1/m/1", version="2"), "names the version '1', but '2' is asked"),
+        (TargetSpec("grpc://host:1/m", model="n"), "names the model 'm', but --model is 'n'"),
+        (
+            TargetSpec("grpc://host:1/m/1", version="2"),
+            "names the version '1', but --version is '2'",
+        ),
     ],
 )
 def test_addresses_that_make_no_sense(spec: TargetSpec, text: str) -> None:

@@ -30,6 +30,7 @@ PHASES = ["decode", "queue_batch", "queue_instance", "compute_input", "compute_i
 def opened(spec: TargetSpec, body: Body) -> Any:
     async def whole() -> Any:
         target = InProcess(spec)
+        await target.describe()
         await target.open(1)
         try:
             return await body(target)
@@ -302,6 +303,7 @@ def test_closing_cancels_what_is_under_way(tmp_path: Path) -> None:
 
     async def body() -> None:
         target = InProcess(TargetSpec(str(tmp_path / "m")))
+        await target.describe()
         await target.open(1)
         item = target.encode(number())
         for _ in range(3):

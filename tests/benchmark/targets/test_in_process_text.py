@@ -66,6 +66,7 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
 def test_pieces_have_times_and_tokens_are_counted(folder):
     async def scenario():
         target = open_target(a_spec(folder))
+        await target.describe()
         await target.open(1)
         try:
             assert target.load_s > 0
@@ -83,6 +84,7 @@ def test_pieces_have_times_and_tokens_are_counted(folder):
 def test_what_does_not_fit_fails_in_words_and_what_is_late_is_given_up(folder):
     async def scenario():
         target = open_target(a_spec(folder, timeout_s=0.001))
+        await target.describe()
         await target.open(1)
         try:
             long = await Sent(target, target.encode(a_sample(100_000))).end()

@@ -8,7 +8,8 @@ import tiny_llm as tiny  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
-from penstock.llm.models.decoder import Decoder, rope, weight_sizes, widen  # noqa: E402
+from penstock.llm.models.decoder import Decoder, rope, widen  # noqa: E402
+from penstock.llm.models.weights import weight_sizes  # noqa: E402
 
 
 def attend(layer, queries, keys, values):

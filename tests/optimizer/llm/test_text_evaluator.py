@@ -10,7 +10,7 @@ import text_server
 from optimizer import made_optimizations as made
 
 from penstock.errors import BackendFailed
-from penstock.llm.text import read_text
+from penstock.llm.text_files import read_text
 from penstock.optimizer import budget
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.findings import Findings

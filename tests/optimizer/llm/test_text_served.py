@@ -12,7 +12,7 @@ from child_processes import children_running
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import GeneratorUse, Level
 from penstock.benchmark.stats import DurationHistogram, Interval
-from penstock.llm.text import of_folder
+from penstock.llm.text_files import of_folder
 from penstock.optimizer import served, served_figures
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.endpoints import Servers

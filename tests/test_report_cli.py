@@ -11,10 +11,10 @@ from rich.console import Console
 
 from penstock.benchmark.run_files import write_run
 from penstock.cli import main
+from penstock.cli.report import show
 from penstock.errors import ConfigError
 from penstock.optimizer import first_line
 from penstock.optimizer.optimization_files import write_optimization
-from penstock.report.saved import show
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_one_run_is_shown_again(
 def test_several_runs_are_compared(
     saved: Path, tmp_path: Path, console: Console, out: io.StringIO
 ) -> None:
-    show([saved, saved], tmp_path / "out.html", None, console)
+    show([saved, saved], tmp_path / "out.html", "", console)
     assert "no difference to" in out.getvalue()
     assert "Before you compare" not in (tmp_path / "out.html").read_text()
 
@@ -54,19 +54,19 @@ def test_several_runs_are_compared(
 def test_all_problems_of_all_files_are_told(saved: Path, tmp_path: Path, console: Console) -> None:
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(ConfigError) as caught:
-        show([saved, tmp_path / "b.json", tmp_path / "c.json"], None, None, console)
+        show([saved, tmp_path / "b.json", tmp_path / "c.json"], "", "", console)
     first, second = caught.value.problems
     assert "b.json: not JSON" in first and "c.json: no such file" in second
 
 
 def test_csv_holds_one_run(saved: Path, tmp_path: Path, console: Console) -> None:
     with pytest.raises(ConfigError, match="csv: holds one run; 2 were given"):
-        show([saved, saved], None, tmp_path / "out.csv", console)
+        show([saved, saved], "", tmp_path / "out.csv", console)
 
 
-def test_nothing_to_report(console: Console) -> None:
-    with pytest.raises(ConfigError, match="nothing to report"):
-        show([], None, None, console)
+def test_nothing_to_report() -> None:
+    done = CliRunner().invoke(main, ["report"])
+    assert done.exit_code == 64 and "RUN.JSON… is required" in done.output
 
 
 def test_the_report_command_shows_an_optimisation_and_writes_its_page(tmp_path: Path) -> None:

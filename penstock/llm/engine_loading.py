@@ -1,0 +1,111 @@
+"""Start an engine: from the message that asks for it to one that is ready. `loading` builds its
+parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from penstock.config import CPU
+from penstock.errors import ConfigError, PenstockError
+from penstock.llm import messages
+from penstock.llm.blocks import BlockPool
+from penstock.llm.engine import Engine
+from penstock.llm.pace import StepTimeModel, Targets
+from penstock.llm.scheduler import Scheduler, StepLimits
+from penstock.processes.start import take_part
+from penstock.repository.manifest import check_digests
+from penstock.sampling_params import SamplingParams
+
+log = logging.getLogger("penstock.engine")
+# Warm-up prompts that show how long steps take, as shares of the largest step, and output tokens.
+PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
+
+
+def start_engine(
+    message: messages.LoadEngine, set_policy: Callable[[int], str]
+) -> tuple[Engine, messages.Ready]:
+    """Return the engine and the answer to the core. `set_policy` sets how threads wait for each
+    other; it is called before torch is loaded."""
+    began, settings = time.perf_counter(), message.settings
+    if message.version != messages.VERSION:
+        text = f"the core speaks version {message.version}, the engine {messages.VERSION}"
+        raise ConfigError([text])
+    policy = set_policy(settings.num_threads) if settings.device == CPU else ""
+    engine, built = load(settings)
+    if policy:
+        built["wait_policy"] = policy
+        log.info("wait policy of threads: %s", policy)
+    # The model's objects are permanent; scanning them in every collection would delay steps.
+    gc.collect()
+    gc.freeze()
+    take_part()
+    num_blocks, max_length = engine.scheduler.pool.num_blocks, engine.scheduler.limits.max_length
+    load_s, vocabulary = time.perf_counter() - began, int(built["vocabulary"])
+    ready = messages.Ready(messages.VERSION, load_s, num_blocks, max_length, vocabulary, built)
+    return engine, ready
+
+
+def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
+    """Return an engine that is ready, and facts about how it was built. File digests are checked
+    while torch is imported, before the files are used."""
+    with ThreadPoolExecutor(1) as pool:
+        folders = [Path(settings.manifest).parent] if settings.manifest else []
+        checked = pool.map(check_digests, folders)
+        import torch
+
+        # Raises what was found.
+        list(checked)
+
+    from penstock.llm import dtype_choice, loading
+
+    torch.set_num_threads(settings.num_threads)
+    choice = dtype_choice.choose(settings, loading.open_decoder)
+    settings, decoder = choice.settings, choice.decoder
+    if choice.reason:
+        log.info("dtype: %s", choice.reason)
+    shape = decoder.shape
+    max_length = min(settings.max_length, shape.max_length)
+    limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
+    cache = loading.room(settings, decoder, limits)
+    blocks = BlockPool(cache.num_blocks, cache.block_size)
+    scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
+    pace = StepTimeModel(Targets(settings.ttft_s, settings.tpot_s))
+    runner, facts = loading.open_runner(settings, decoder, cache, limits)
+    clock = time.monotonic
+    engine = Engine(scheduler, runner, pace, clock, settings.max_waiting, runner.num_ahead)
+    if settings.ttft_s is not None:
+        learn_pace(engine)
+    built = {
+        "torch": str(torch.__version__),
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "parameters": str(shape.num_parameters),
+        "vocabulary": str(shape.vocabulary),
+        "cache_bytes": str(cache.keys.nbytes + cache.values.nbytes),
+        **facts,
+    }
+    return engine, built
+
+
+def learn_pace(engine: Engine) -> None:
+    """Run prompts of several sizes, so that admission of the first requests uses measured times."""
+    limits, pool = engine.scheduler.limits, engine.scheduler.pool
+    targets, engine.pace.targets = engine.pace.targets, Targets()
+    for number, share in enumerate(PROMPT_SHARES):
+        size = max(1, min(int(limits.max_tokens * share), limits.max_length - NUM_LEARNT))
+        params = SamplingParams(max_tokens=NUM_LEARNT, cache_salt=f"{number}")
+        request = messages.GenerateRequest(-1 - number, messages.pack_tokens([0] * size), params)
+        with contextlib.suppress(PenstockError):  # The cache may be too small for the prompt.
+            engine.add(request)
+        while not engine.is_idle:
+            engine.step()
+    engine.pace.targets = targets
+    engine.scheduler.num_computed = pool.num_asked = pool.num_found = 0
+    engine.scheduler.take_waits()
