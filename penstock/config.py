@@ -205,6 +205,8 @@ class ModelConfig:
     device: str = CPU
     # The device of each instance if they differ; `device` is then the first.
     spread: tuple[str, ...] = ()
+    # A model that a GPU's engine cannot read runs on the CPU instead: no kind is given.
+    is_gpu_optional: bool = False
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) counts as a hang.
     hang_s: float = DEFAULT_HANG_S

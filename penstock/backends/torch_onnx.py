@@ -15,9 +15,9 @@ from penstock.errors import ConfigError
 from penstock.types import DATATYPES
 
 # Batch sizes and lengths for which shapes are worked out. What is the same for all of them is taken
-# to be so always; most networks take lengths that are multiples of 32.
-ROWS = (2, 3, 5)
-LENGTHS = (32, 64, 96)
+# to be so always, so they are far apart; some networks take only multiples of 32.
+ROWS = (1, 2, 3, 5, 7, 64)
+LENGTHS = (32, 64, 1, 96, 512, 1760)
 ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
 
 
@@ -45,10 +45,10 @@ def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
 
 def samples(config: ModelConfig) -> list[Sample]:
     """Return shapes of inputs as they may come: several batch sizes, and lengths of buckets."""
-    buckets = () if config.padding is None else config.padding.buckets
-    lengths = (*buckets, *LENGTHS)[: len(ROWS)]
-    found = []
-    for rows, length in zip(ROWS, lengths, strict=True):
+    lengths = LENGTHS if config.padding is None else tuple(config.padding.buckets)
+    found: list[Sample] = []
+    for number in range(max(len(ROWS), len(lengths))):
+        rows, length = ROWS[number % len(ROWS)], lengths[number % len(lengths)]
         batch = (rows,) if config.max_batch_size else ()
         found.append(
             {
@@ -64,5 +64,7 @@ def samples(config: ModelConfig) -> list[Sample]:
 
 def torch_type(datatype: str) -> torch.dtype:
     """Return the torch type of a v2 datatype other than BYTES."""
-    found: torch.dtype = getattr(torch, "bfloat16" if datatype == "BF16" else DATATYPES[datatype].numpy.name)
+    found: torch.dtype = getattr(
+        torch, "bfloat16" if datatype == "BF16" else DATATYPES[datatype].numpy.name
+    )
     return found

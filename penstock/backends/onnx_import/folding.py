@@ -8,6 +8,7 @@ is computed on the host at each run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,11 +18,15 @@ from penstock.backends.onnx_import import shapes
 from penstock.backends.onnx_import.elementwise import cast
 from penstock.backends.onnx_import.importer import HOST, ImportedGraph, ToDevice
 from penstock.backends.onnx_import.values import ints
+from penstock.errors import first_line
 
 # What a size is written as that is copied from the input, by the function whose second argument is
 # a shape.
 COPIED = {shapes.reshape: 0, shapes.expand: 1}
 FLOATS = (torch.float32, torch.float64)
+# So many samples must run for anything to be folded.
+MIN_SAMPLES = 3
+log = logging.getLogger("penstock.onnx")
 # Datatype and shape of each input.
 Sample = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
@@ -64,8 +69,8 @@ class _Recorder(fx.Interpreter):  # type: ignore[misc]
 
 
 def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
-    """Fold what is the same for all samples of input shapes; return how many nodes were. A graph
-    whose shapes depend on data is folded as far as they are known."""
+    """Fold what is the same for all samples of input shapes that the graph takes; return how many
+    nodes were. A graph whose shapes depend on data stays as it is."""
     module = model.module
     records = []
     for sample in samples:
@@ -77,9 +82,13 @@ def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
         try:
             with torch.no_grad():
                 recorder.run(*given)
-        except Exception:  # A shape depends on data, which meta tensors do not have.
-            pass
+        except Exception as error:
+            # The network takes other sizes, or a shape depends on data, which is not there.
+            log.debug("shapes of %s: %s", sample, first_line(error))
+            continue
         records.append(recorder)
+    if len(records) < min(MIN_SAMPLES, len(samples)):
+        return 0
     count = 0
     for node in list(module.graph.nodes):
         values = [record.host[node] for record in records if node in record.host]
