@@ -51,7 +51,7 @@ class OnnxGraph(Pass):
         can_be_opened = build.config.max_batch_size == 0 and not build.config.is_processed
         if can_be_opened and _is_fixed_at_one(model):
             settings["batch"] = "dynamic"
-        if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
+        if build.config.engine == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
         if settings:
             # If the batch cannot be opened, the other changes must not be lost.
