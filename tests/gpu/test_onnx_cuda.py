@@ -135,7 +135,7 @@ def test_answers_are_those_of_onnx_runtime(
 
 
 def test_a_triton_repository_is_served_unchanged(folder: Path) -> None:
-    with penstock.serve(folder, http_port=0, grpc_port=None) as server:
+    with penstock.serve(folder, http_port=0, grpc_port=0) as server:
         body = {
             "inputs": [
                 {

@@ -476,7 +476,11 @@ class _Emitter:
 
     def _emit(self, step: GraphStep) -> None:
         is_host = any(name in self._on_host for name in step.outputs)
-        module = None if is_host else build_module(step.op_type, step.attributes, self._known(step))
+        dtype = DTYPES.get(self.flat.dtypes.get(step.inputs[0] if step.inputs else "", 1))
+        is_layer = not is_host and dtype is not None and dtype.is_floating_point
+        module = None
+        if is_layer:
+            module = build_module(step.op_type, step.attributes, self._known(step))
         if module is not None:
             name = f"layer_{self._num_modules}"
             self._num_modules += 1

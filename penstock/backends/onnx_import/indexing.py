@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.backends.onnx_import.elementwise import UNSIGNED
 from penstock.backends.onnx_import.values import Numbers, OnnxOperator, one_int, positive
 
 REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
@@ -113,8 +114,9 @@ def top_k(
 ) -> tuple[Tensor, Tensor]:
     num = k if count is None else one_int(count)
     # Equal values come in the order of their positions, which torch.topk does not promise.
-    values, at = x.sort(dim=axis, descending=bool(largest), stable=True)
-    return values.narrow(axis, 0, num), at.narrow(axis, 0, num)
+    wide = x.to(UNSIGNED.get(x.dtype, x.dtype))
+    values, at = wide.sort(dim=axis, descending=bool(largest), stable=True)
+    return values.narrow(axis, 0, num).to(x.dtype), at.narrow(axis, 0, num)
 
 
 def unique(x: Tensor, *, axis: int | None = None, sorted: int = 1) -> tuple[Tensor, ...]:
