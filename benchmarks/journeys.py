@@ -6,7 +6,8 @@
 Each journey is run for real, in all its processes, with a hook that counts calls. A function is on
 the path if it was called at least once per request (or candidate); *path lines* are the lines of
 these functions, *module lines* those of the files they are in. Functions that run once per
-connection, per load or every now and then are not on the path.
+connection, per load or every now and then are not on the path. A candidate's path is that of the
+optimiser and its trial processes; the server that measures it is the journey of a request.
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ def trace(folder):
     sys.setprofile(count)
 
 if VARIABLE in os.environ:
-    trace(os.environ[VARIABLE])
+    # The arguments are not in sys.argv yet.
+    with open("/proc/self/cmdline") as file:
+        words = file.read().split("\\0")
+    if not {"serve", "penstock.benchmark.generator"} & set(words) or not SKIPS_SERVERS:
+        trace(os.environ[VARIABLE])
 """
 
 
@@ -83,6 +88,8 @@ class Journey:
     run: Callable[[Path, dict[str, str]], None]
     # A function on the path of all; what was called less often is not on it.
     anchor: str
+    # Whether servers and load generators are left out.
+    skips_servers: bool = False
 
 
 def infer(scratch: Path, environment: dict[str, str]) -> None:
@@ -107,7 +114,8 @@ def chat(scratch: Path, environment: dict[str, str]) -> None:
 
 def candidate(scratch: Path, environment: dict[str, str]) -> None:
     model = ROOT / "examples" / "repository" / "digits" / "1" / "model.onnx"
-    command = ["optimize", str(model), "--slo", "p99 < 50 ms at 50/s"]
+    command = ["optimize", str(model), "--slo", "p99 < 50 ms at 50/s", "--exhaustive"]
+    command += ["--budget", "3m", "--duration", "2s"]
     subprocess.run(
         [sys.executable, "-m", "penstock", *command, "--out", str(scratch / "out")],
         env=environment,
@@ -165,7 +173,7 @@ def post(port: int, path: str, body: bytes) -> None:
 JOURNEYS = {
     "infer": Journey("one HTTP infer request", infer, "Model.submit"),
     "chat": Journey("one streamed chat answer", chat, "OpenAiHttp._chats"),
-    "candidate": Journey("one optimise candidate", candidate, "Attempts._checked"),
+    "candidate": Journey("one optimise candidate", candidate, "Attempts._checked", True),
 }
 
 
@@ -175,7 +183,8 @@ def count_calls(journey: Journey) -> Counter[Called]:
         scratch, hook, found = (Path(name) / each for each in ("scratch", "hook", "found"))
         for folder in (scratch, hook, found):
             folder.mkdir()
-        constants = f"PACKAGE, FLUSH_S, VARIABLE = {str(PACKAGE)!r}, {FLUSH_S}, {VARIABLE!r}"
+        constants = f"PACKAGE, FLUSH_S, VARIABLE = {str(PACKAGE)!r}, {FLUSH_S}, {VARIABLE!r}\n"
+        constants += f"SKIPS_SERVERS = {journey.skips_servers}\n"
         (hook / "sitecustomize.py").write_text(constants + HOOK)
         path = os.pathsep.join([str(hook), str(ROOT)])
         journey.run(scratch, {**os.environ, "PYTHONPATH": path, VARIABLE: str(found)})

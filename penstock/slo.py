@@ -139,10 +139,17 @@ class Slo:
 
     @property
     def latency_s(self) -> float | None:
-        """Latency limit of one request: the tightest tail, or else the tightest mean or median."""
-        latencies = [t for t in self.terms if isinstance(t, Latency) and t.metric == "latency"]
-        tails = [term.limit_s for term in latencies if term.is_tail]
-        return min(tails or [term.limit_s for term in latencies], default=None)
+        """Latency limit of one request."""
+        return self.limits_s.get("latency")
+
+    @property
+    def limits_s(self) -> dict[str, float]:
+        """Limit of one request by metric: the tightest tail, or else mean or median."""
+        terms = [term for term in self.terms if isinstance(term, Latency)]
+        found: dict[str, float] = {}
+        for term in sorted(terms, key=lambda term: (not term.is_tail, term.limit_s)):
+            found.setdefault(term.metric, term.limit_s)
+        return found
 
     def __str__(self) -> str:
         text = ", ".join(map(str, self.terms))

@@ -83,6 +83,11 @@ def count(amount: int, noun: str) -> str:
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
+def quoted(names: Iterable[str]) -> str:
+    """Format as `'a', 'b'`."""
+    return ", ".join(f"'{name}'" for name in names)
+
+
 def listed(words: Sequence[str]) -> str:
     """Format as `p90, p95 and p99.9`."""
     *others, last = words

@@ -74,11 +74,8 @@ class HttpCalls:
 
     def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
         head_length, body = v2_client.encode_infer(tensors)
-        headers, path = (
-            {v2_client.HEAD_LENGTH: str(head_length)},
-            f"{model_path(model, version)}/infer",
-        )
-        status, answered, answer = self._send("POST", path, body, headers)
+        headers, path = {v2_client.HEAD_LENGTH: str(head_length)}, model_path(model, version)
+        status, answered, answer = self._send("POST", f"{path}/infer", body, headers)
         if status != 200:
             raise self._error(status, answer)
         length = answered.get(v2_client.HEAD_LENGTH.lower(), str(len(answer)))

@@ -40,8 +40,7 @@ class InspectResult:
     problems: dict[str, list[str]]
 
     def __str__(self) -> str:
-        problems = [f"{name}: {text}" for name, texts in self.problems.items() for text in texts]
-        return "\n".join([*map(str, self.models), *problems])
+        return "\n".join([*map(str, self.models), *layout.flat(self.problems)])
 
     def _repr_html_(self) -> str:
         return f'<pre style="{shown.STYLE}">{html.escape(str(self))}</pre>'

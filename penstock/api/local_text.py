@@ -12,10 +12,11 @@ import msgspec
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError
-from penstock.llm.generation import Generation, Totals
+from penstock.llm.generation import Generation
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.serving.local import ModelThread, started
+from penstock.wire.openai_forms import TokenUsage
 from penstock.wire.openai_prompts import CompletionRequest, read_completion
 from penstock.wire.openai_v1 import ChatRequest, read_chat
 
@@ -93,7 +94,7 @@ class _LocalAnswer:
         if event.text:
             self.pieces.put(event.text)
 
-    def finished(self, totals: Totals) -> None:
+    def finished(self, totals: TokenUsage) -> None:
         self._end(None)
 
     def failed(self, error: Exception) -> None:

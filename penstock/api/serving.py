@@ -19,7 +19,7 @@ from penstock.system import logs
 if TYPE_CHECKING:
     from penstock.repository.layout import RepositoryScan
     from penstock.server import LoadProgress, Server
-    from penstock.serving.memory_plan import GpuPlan
+    from penstock.serving.placement import GpuPlan
 
 log = logging.getLogger("penstock")
 
@@ -49,21 +49,17 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
         found = layout.refuse_hard_links(found)
     server.check_models(found, options)
     if found.problems and options.exit_on_error:
-        raise ConfigError(flat(found.problems))
+        raise ConfigError(layout.flat(found.problems))
     _check_gpus(found, options, listeners)
 
     def started(running: Server) -> None:
-        failures = flat({f.name: list(f.problems) for f in running.catalog.failures})
+        failures = layout.flat({f.name: list(f.problems) for f in running.catalog.failures})
         if failures and options.exit_on_error:
             raise ConfigError(failures)
         names = list(found.folders) if options.random_weights else resolve(model).names()
         listeners.started(running, names)
 
     return uvloop.run(server.serve(model, found, options, started, listeners.progress))
-
-
-def flat(problems: dict[str, list[str]]) -> list[str]:
-    return [f"{model}: {problem}" for model, items in problems.items() for problem in items]
 
 
 def _check_gpus(found: RepositoryScan, options: ServeOptions, listeners: Listeners) -> None:
@@ -74,7 +70,7 @@ def _check_gpus(found: RepositoryScan, options: ServeOptions, listeners: Listene
     if arranged.plan:
         listeners.memory_plan(arranged.plan)
     if arranged.problems and options.exit_on_error:
-        raise ConfigError(flat(arranged.problems))
+        raise ConfigError(layout.flat(arranged.problems))
 
 
 def _find(path: str, options: ServeOptions) -> RepositoryScan:

@@ -27,13 +27,12 @@ from penstock.dashboard.state import call_of, num_ready
 from penstock.report.tables import bar, section
 from penstock.repository.layout import listed
 from penstock.serving.explain import Explanation, PastBatch
-from penstock.serving.memory_plan import describe_share, gib
-from penstock.serving.placement import briefly
+from penstock.serving.placement import briefly, describe_share, gib
 from penstock.system import logs
 
 if TYPE_CHECKING:
     from penstock.server import LoadProgress, Server
-    from penstock.serving.memory_plan import GpuPlan
+    from penstock.serving.placement import GpuPlan
     from penstock.serving.served import Served
 
 log = logging.getLogger("penstock.cli")

@@ -58,10 +58,6 @@ class Batch:
     num_rows: int
     requests: Sequence[BatchRequest] = ()
 
-    def rows(self) -> list[dict[str, Array]]:
-        """Return the inputs of each row, without the batch dimension."""
-        return split_rows(self.inputs, self.num_rows)
-
     def by_request(self, answers: Sequence[T]) -> list[Sequence[T]]:
         """Return the answers to the rows of each request; all together without `requests`."""
         found, first = [], 0
@@ -72,6 +68,7 @@ class Batch:
 
 
 def split_rows(stacked: Mapping[str, Array], num_rows: int) -> list[dict[str, Array]]:
+    """Return the arrays of each row, without the batch dimension."""
     # The ellipsis keeps texts without dimensions as arrays.
     return [{name: values[n, ...] for name, values in stacked.items()} for n in range(num_rows)]
 

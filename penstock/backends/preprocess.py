@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
+from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner, split_rows
 from penstock.backends.finished import Finished
 from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
@@ -60,7 +60,7 @@ class StepRunner(Runner):
         return self._step.names()
 
     def start(self, batch: Batch) -> Execution:
-        made = self._step.tried_all(batch.rows())
+        made = self._step.tried_all(split_rows(batch.inputs, batch.num_rows))
         return Finished(PerRequest([self._answer(rows) for rows in batch.by_request(made)]))
 
     def close(self) -> None:

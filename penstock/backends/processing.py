@@ -64,7 +64,9 @@ class Processed(Runner):
             answers = self._answers(rows)
         ended = time.perf_counter()
         if after is not None:
-            answers = _tried_good(after, answers)
+            good = [each for each in answers if not isinstance(each, Exception)]
+            made = iter(after.tried_all(good))
+            answers = [each if isinstance(each, Exception) else next(made) for each in answers]
         parts = batch.by_request(answers) if self._has_batch else [answers]
         outputs = [_stacked(each, self._has_batch) for each in parts]
         times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
@@ -173,15 +175,6 @@ class RowHead:
 
     def close(self) -> None:
         """Nothing to do."""
-
-
-def _tried_good(
-    after: Function | RowHead, answers: Sequence[Outputs | Exception]
-) -> list[Outputs | Exception]:
-    """Apply the function behind the model to the answers that are no errors."""
-    good = [each for each in answers if not isinstance(each, Exception)]
-    made = iter(after.tried_all(good))
-    return [each if isinstance(each, Exception) else next(made) for each in answers]
 
 
 class Functions:

@@ -18,7 +18,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -34,7 +33,8 @@ from penstock.backends.python_signature import TRITON, CallForm, find_entry, rea
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
 from penstock.repository import pbtxt
-from penstock.types import Array, Parameter
+from penstock.types import Array
+from penstock.wire.frames import RequestPart
 
 MAX_TEXT_CHARS = 1000
 log = logging.getLogger("penstock.python")
@@ -205,7 +205,7 @@ class TritonRunner(Runner):
 
     def start(self, batch: Batch) -> Execution:
         """Run a batch. Without `batch.requests` it counts as one request with one answer."""
-        parts = batch.requests or (_Anonymous(batch.num_rows),)
+        parts = batch.requests or (RequestPart("", batch.num_rows),)
         responses = self._code.result(self._model.execute(self._requests(batch.inputs, parts)))
         if not isinstance(responses, Sequence) or len(responses) != len(parts):
             got = len(responses) if isinstance(responses, Sequence) else type(responses).__name__
@@ -240,17 +240,6 @@ class TritonRunner(Runner):
             )
             row = end
         return requests
-
-
-@dataclass(frozen=True, slots=True)
-class _Anonymous:
-    """The only request of a batch without `requests`."""
-
-    num_rows: int
-    id: str = ""
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    outputs: Sequence[str] = ()
-    length: int = 0
 
 
 def load(config: ModelConfig) -> TritonRunner | FunctionRunner:

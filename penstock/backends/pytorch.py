@@ -40,6 +40,7 @@ from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file, pt2_file
 from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, TensorSpec
+from penstock.units import quoted
 
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
@@ -625,8 +626,8 @@ def _call_order(
         else:
             signature.bind(*names)
     except TypeError as error:
-        inputs = ", ".join(f"'{name}'" for name in names)
-        raise code.problem(f"forward{signature}: {error}; configured are {inputs}") from None
+        problem = f"forward{signature}: {error}; configured are {quoted(names)}"
+        raise code.problem(problem) from None
     return ((), names) if is_named else (names, ())
 
 

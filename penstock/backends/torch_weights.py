@@ -21,8 +21,7 @@ from penstock.errors import ConfigError, first_line
 from penstock.repository import pretrained
 from penstock.repository.layout import listed
 
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = pretrained.WEIGHTS
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 # Limit of names listed for one kind of problem.
 MAX_NAMES = 5
@@ -60,7 +59,9 @@ def load_weights(module: torch.nn.Module, folder: Path, version: str) -> None:
     problems = _misfits(weights, expected)
     if not problems:
         result = module.load_state_dict(weights, strict=False)
-        absent = _not_tied(result.missing_keys, weights, expected)
+        # Tied weights share memory with a loaded one.
+        loaded = {expected[name].data_ptr() for name in weights if name in expected}
+        absent = [n for n in result.missing_keys if expected[n].data_ptr() not in loaded]
         if absent:
             problems.append(f"no weight for {_list(absent)}")
         if result.unexpected_keys:
@@ -131,12 +132,6 @@ def _overflows(found: torch.Tensor, dtype: torch.dtype) -> bool:
     # One-byte types do not support comparison.
     values = found.float() if found.element_size() == 1 else found
     return bool((values.isfinite() & (values.abs() > limit)).any())
-
-
-def _not_tied(missing: Sequence[str], weights: Weights, expected: Weights) -> list[str]:
-    """Return the missing weights, without tied ones, which share memory with a loaded weight."""
-    loaded = {expected[name].data_ptr() for name in weights if name in expected}
-    return [name for name in missing if expected[name].data_ptr() not in loaded]
 
 
 def _missing(folder: Path, version: str, names: Sequence[str]) -> ConfigError:

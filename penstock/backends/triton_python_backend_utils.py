@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -72,12 +73,12 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 
 
+@dataclass
 class PreferredMemory:
     """A preference without effect; tensors stay on the CPU."""
 
-    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
-        self.preferred_memory_type = preferred_memory_type
-        self.preferred_device_id = preferred_device_id
+    preferred_memory_type: MemoryType
+    preferred_device_id: int = 0
 
 
 class PbTensor:
@@ -391,14 +392,14 @@ def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
     _refuse(f"is_model_ready('{model_name}') from inside a model")
 
 
+@dataclass
 class _Capsule:
     """Wrapper of a bare DLPack capsule, as numpy expects it."""
 
-    def __init__(self, capsule: object) -> None:
-        self._capsule = capsule
+    capsule: object
 
     def __dlpack__(self, **wishes: object) -> object:
-        return self._capsule
+        return self.capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return DLPACK_CPU

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.benchmark.exchange import ExchangeColumns, TimingSample, floats
 from penstock.benchmark.stats import DurationHistogram, Window, add_counts, merged, tally
-from penstock.slo import Latency, Slo
+from penstock.slo import Slo
 from penstock.types import Array
 
 LENGTH_S = 0.25
@@ -21,23 +21,12 @@ MAX_WINDOWS = 128
 MAX_SAMPLES = 5000
 
 
-def limits(slo: Slo | None) -> dict[str, float]:
-    """Return one request's limit by metric: the tightest tail, or else mean or median."""
-    terms = [term for term in slo.terms if isinstance(term, Latency)] if slo else []
-    found = {}
-    for metric in sorted({term.metric for term in terms}):
-        mine = [term for term in terms if term.metric == metric]
-        tails = [term.limit_s for term in mine if term.is_tail]
-        found[metric] = min(tails or [term.limit_s for term in mine])
-    return found
-
-
 class Recorder:
     """Windows of one level. Requests due before `start` count only as answers that arrived."""
 
     def __init__(self, start: float, slo: Slo | None = None) -> None:
         self._start = start
-        self._limits = limits(slo)
+        self._limits = slo.limits_s if slo else {}
         self._length_s = LENGTH_S
         self._windows: dict[int, Window] = {}
         self._end = float("inf")

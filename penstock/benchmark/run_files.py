@@ -13,13 +13,14 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from penstock import slo as promises
 from penstock.benchmark import summary
 from penstock.benchmark.headline import headline_of
 from penstock.benchmark.pacer import Closed
@@ -37,6 +38,7 @@ PERF_ANALYZER_COLUMNS = (
 )
 # Long rows of numbers, written on one line each.
 LONG_ROWS = re.compile(r'"(?:counts|times)": [\[{][^\[\]{}]*')
+Result = TypeVar("Result")
 OWN_COLUMNS = ("p99.9 latency", "p99 low", "p99 high", "Failures", "Goodput/Second")
 
 
@@ -150,37 +152,39 @@ def _finite(number: float) -> float | None:
 
 def read_run(path: Path) -> BenchRun:
     """Read a run; ConfigError says why the file is not one."""
+    return read_result(path, BenchRun, {"target", "levels", "format"}, "a run", "bench or optimize")
+
+
+def read_result(
+    path: Path, kind: type[Result], fields: Set[str], what: str, command: str
+) -> Result:
+    """Read the JSON of a command's result, which has these fields and may have an SLO; ConfigError
+    says why the file does not hold one."""
+    expected = f"expected what penstock {command} --json writes"
     try:
         text = path.read_bytes()
+        document = msgspec.json.decode(text)
     except FileNotFoundError:
-        expected = "expected one of penstock bench or optimize --json"
         raise ConfigError([f"{path}: no such file; {expected}"]) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-    _check_kind(path, text)
-    try:
-        # Not strict: NaN is written as a word.
-        run = msgspec.json.decode(text, type=BenchRun, strict=False)
-        if run.slo:
-            summary.slo_of(run)
-    except msgspec.ValidationError as error:
-        raise ConfigError([f"{path}: not a whole bench file: {error}"]) from None
-    except ConfigError as error:
-        raise ConfigError([f"{path}: slo: {problem}" for problem in error.problems]) from None
-    return run
-
-
-def _check_kind(path: Path, text: bytes) -> None:
-    try:
-        kind = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise ConfigError([f"{path}: not JSON: {error}"]) from None
-    if not isinstance(kind, dict) or not {"target", "levels", "format"} <= kind.keys():
-        expected = "expected what penstock bench or optimize --json writes"
-        raise ConfigError([f"{path}: JSON, but not of a run; {expected}"])
-    if kind["format"] != FORMAT:
-        found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
-        raise ConfigError([f"{path}: {found}"])
+    if not isinstance(document, dict) or not document.keys() >= fields:
+        raise ConfigError([f"{path}: JSON, but not of {what}; {expected}"])
+    if document["format"] != FORMAT:
+        known = f"this version of penstock reads format {FORMAT}"
+        raise ConfigError([f"{path}: format {document['format']!r}; {known}"])
+    try:
+        # Not strict: NaN is written as a string.
+        found = msgspec.json.decode(text, type=kind, strict=False)
+        if document.get("slo"):
+            promises.parse(document["slo"])
+    except msgspec.ValidationError as error:
+        raise ConfigError([f"{path}: not the whole of {what}: {error}"]) from None
+    except ConfigError as error:
+        raise ConfigError([f"{path}: slo: {problem}" for problem in error.problems]) from None
+    return found
 
 
 def csv_text(run: BenchRun) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.benchmark import stats
-from penstock.benchmark.recorder import limits
 from penstock.benchmark.stats import CONFIDENCE, Interval, Window, Windows
 from penstock.benchmark.steadiness import is_growing
 from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
@@ -87,7 +86,7 @@ def _num_in_time(window: Window, slo: Slo) -> float:
     """NaN: it takes limits per request, and they were not recorded."""
     if window.num_in_slo is not None:
         return window.num_in_slo
-    bounds = limits(slo)
+    bounds = slo.limits_s
     if not bounds or not window.num_good:
         return window.num_good
     if bounds.keys() != {"latency"}:
@@ -133,7 +132,7 @@ def is_decided(windows: Windows, slo: Slo, num_in_flight: int = 0) -> bool:
     is_kept = all(verdict.outcome == "kept" and not verdict.is_close for verdict in judged)
     if not judged or not is_kept or is_growing(windows):
         return False
-    return not has_overdue(windows, num_in_flight, limits(slo).get("latency", math.inf))
+    return not has_overdue(windows, num_in_flight, slo.limits_s.get("latency", math.inf))
 
 
 def _is_far_beyond(verdict: IntervalVerdict) -> bool:

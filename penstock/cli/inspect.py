@@ -30,7 +30,7 @@ def inspect(source: str, json_path: str) -> None:
     MODEL is a file, a Hugging Face folder, a model's folder, or a repository.
     """
     from penstock.api.inspect import inspect as run
-    from penstock.api.serving import flat
+    from penstock.repository.layout import flat
 
     try:
         found = run(source)

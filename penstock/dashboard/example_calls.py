@@ -46,10 +46,8 @@ def example_call(
 ) -> ExampleCall:
     """Return a call of a model. `has_chat`: it is a language model with a chat template;
     `is_latest`: the call need not name the version."""
-    if config.backend == LLM:
-        request = _chat(config) if has_chat else _completion(config)
-    else:
-        request = _infer(config, is_latest)
+    is_text = config.backend == LLM
+    request = _text(config, has_chat) if is_text else _infer(config, is_latest)
     return ExampleCall(
         request.form,
         request.path,
@@ -176,17 +174,12 @@ def _python(value: object) -> str:
     return repr(value)
 
 
-def _chat(config: ModelConfig) -> ExampleRequest:
-    body = {
-        "model": config.name,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "max_tokens": MAX_TOKENS,
-    }
-    return ExampleRequest("chat", "v1/chat/completions", body)
-
-
-def _completion(config: ModelConfig) -> ExampleRequest:
-    body = {"model": config.name, "prompt": TEXT, "max_tokens": MAX_TOKENS}
+def _text(config: ModelConfig, has_chat: bool) -> ExampleRequest:
+    chat = {"messages": [{"role": "user", "content": QUESTION}]}
+    given = chat if has_chat else {"prompt": TEXT}
+    body = {"model": config.name, **given, "max_tokens": MAX_TOKENS}
+    if has_chat:
+        return ExampleRequest("chat", "v1/chat/completions", body)
     return ExampleRequest("completion", "v1/completions", body)
 
 

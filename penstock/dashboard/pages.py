@@ -54,12 +54,8 @@ class Pages:
         self._files = {path: folder.joinpath(name).read_bytes() for path, name in FILES.items()}
 
     def handlers(self) -> Mapping[str, RouteHandler]:
-        return {
-            "start_page": self.start_page,
-            "asset": self.asset,
-            "openapi": self.openapi,
-            "state": self.state,
-        }
+        """Return the handlers by their names in the route table."""
+        return {h.__name__: h for h in (self.start_page, self.asset, self.openapi, self.state)}
 
     async def start_page(self, call: RouteCall) -> Reply:
         """Reply with a page to browsers, with links to other clients."""

@@ -63,14 +63,8 @@ class StateReader:
         for failure in catalog.failures:
             models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
         models.sort(key=lambda model: (model.name, -int(model.version or 0)))
-        return ServerState(
-            self._management.server_id,
-            penstock.__version__,
-            _state(self._management),
-            self._needs_key,
-            list(scopes),
-            models,
-        )
+        told = self._management.server_id, penstock.__version__, _state(self._management)
+        return ServerState(*told, self._needs_key, list(scopes), models)
 
 
 def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelState:

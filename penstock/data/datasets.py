@@ -21,6 +21,7 @@ from penstock.data.prompts import samples_from_rows
 from penstock.data.samples import InputSpec, Origin, RequestForm, Source
 from penstock.errors import ConfigError
 from penstock.types import Array, TensorSpec
+from penstock.units import quoted
 
 # Default names of labels: `penstock optimize` evaluates with them, a load omits them.
 LABEL_NAMES = ("label", "labels", "y")
@@ -51,7 +52,7 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
     """Open data for process i of n (`place`); ConfigError when the data does not fit."""
     if form.kind == "tensors":
         return _tensor_examples(spec, form, place)
-    path = existing(spec)
+    path = existing(spec.path)
     summary = DatasetSummary([path])
     rows = _rows(spec, form, path, summary)
     if sizes.answers is not None and form.kind == "fields":
@@ -82,7 +83,7 @@ def read_dataset(
 ) -> Dataset:
     """Read tensors, their labels (by default those of a usual name), and arrays of the names
     `beside` that no input has. ConfigError when the data does not fit."""
-    path = existing(spec)
+    path = existing(spec.path)
     summary = DatasetSummary([path])
     if path.is_dir():
         name = _only_input(spec, form)
@@ -117,9 +118,9 @@ def read_dataset(
     return Dataset(columns, summary, arrays.get(label), found, problem)
 
 
-def existing(spec: InputSpec) -> Path:
+def existing(given: str) -> Path:
     """Return a file or folder that has a reader; ConfigError says what was expected."""
-    path = Path(spec.path)
+    path = Path(given)
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file or folder"])
     known = files.ARRAY_SUFFIXES + files.ROW_SUFFIXES
@@ -133,8 +134,8 @@ def _find_labels(form: RequestForm, names: Set[str], labels: str) -> tuple[str, 
     """Return the array or field with the labels, and why it is missing; empty if it need not be."""
     wanted = [labels] if labels else LABEL_NAMES
     found = next((name for name in wanted if name in names and name not in form.names), "")
-    listed = ", ".join(f"'{name}'" for name in sorted(names))
-    missing = f"there are no labels '{labels}'; it has {listed}" if labels and not found else ""
+    there = quoted(sorted(names))
+    missing = f"there are no labels '{labels}'; it has {there}" if labels and not found else ""
     return found, missing
 
 
@@ -188,7 +189,7 @@ def _images(path: Path, tensor: TensorSpec, seed: int, summary: DatasetSummary) 
 
 def _one_name(spec: InputSpec, required: Sequence[str], names: Sequence[str]) -> str:
     """Return the input that a file without names is for: the given one, or else the only one."""
-    taken = ", ".join(f"'{name}'" for name in names)
+    taken = quoted(names)
     if spec.name:
         if spec.name not in names:
             raise ConfigError([f"unknown input '{spec.name}'; the target takes {taken or 'none'}"])

@@ -192,8 +192,8 @@ def _mismatch(
     ours = listed(there) if there else "no values"
     unknown = [name for name in names if name not in form.names]
     missing = [spec.name for spec in form.required if spec.name not in names]
-    quoted = listed([f"'{name}'" for name in missing])
-    advice = f"add {quoted}" + (", or rename what is meant to be that" if unknown else "")
+    advice = "add " + listed([f"'{name}'" for name in missing])
+    advice += ", or rename what is meant to be that" if unknown else ""
     if len(unknown) == len(missing) == 1:
         advice = f"rename '{unknown[0]}' to '{missing[0]}'"
     return [f"{label} has {ours}; the model's {theirs}; {advice}"]

@@ -55,8 +55,11 @@ class FileRows:
 def digest(paths: Sequence[Path]) -> str:
     """Return the sha256 of a file; of several, the sha256 over their names and digests."""
     if len(paths) == 1:
-        with paths[0].open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with paths[0].open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError([f"{paths[0]}: cannot be read: {error.strerror}"]) from None
     lines = [f"{path.name} {digest([path])}\n" for path in paths]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

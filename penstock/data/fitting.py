@@ -11,7 +11,7 @@ import binascii
 
 import numpy as np
 
-from penstock.serving.padding import bf16_bits
+from penstock.serving.padding import bf16_bits, bf16_floats
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements, shape_fits, split_bytes
 
 # Allowed casts, target to sources, by numpy's kind letters.
@@ -143,9 +143,7 @@ def _decoded(spec: TensorSpec, text: object) -> Array:
     except ValueError as error:
         problem = f'"b64" of {len(data)} bytes is no {spec.datatype}: {error}'
         raise DataMismatch(spec, problem) from None
-    if spec.datatype == "BF16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array
+    return bf16_floats(array) if spec.datatype == "BF16" else array
 
 
 def _reshaped(spec: TensorSpec, array: Array, shape: object) -> Array:

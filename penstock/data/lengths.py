@@ -3,8 +3,10 @@ user writes, `draw` returns integers from 1."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,20 +97,16 @@ def drawn(lengths: Lengths, seed: Sequence[int]) -> Iterator[int]:
 
 def followed(values: Sequence[int], index: int, num_processes: int) -> Iterator[int]:
     """Yield every `num_processes`-th of `values` from `index` on, wrapping around endlessly."""
-    position = index
-    while True:
+    for position in itertools.count(index, num_processes):
         yield values[position % len(values)]
-        position += num_processes
 
 
 def _numbers(text: str, parts: list[str]) -> tuple[float, ...]:
-    try:
-        values = tuple(float(part) for part in parts)
-    except ValueError:
-        raise CommandLineError([f"lengths '{text}': {FORMS}"]) from None
-    if not all(math.isfinite(value) for value in values):
-        raise CommandLineError([f"lengths '{text}': {FORMS}"])
-    return values
+    with suppress(ValueError):
+        values = tuple(map(float, parts))
+        if all(map(math.isfinite, values)):
+            return values
+    raise CommandLineError([f"lengths '{text}': {FORMS}"])
 
 
 def _checked(text: str, lengths: Lengths) -> Lengths:

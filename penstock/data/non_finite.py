@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.serving.padding import bf16_floats
 from penstock.types import Array, TensorSpec
 
 # Places that a message lists; the rest is counted.
@@ -46,11 +47,13 @@ def find_non_finite(
 
 def is_finite(datatype: str, array: Array) -> Array:
     """Mark the elements that are neither NaN nor infinite."""
-    if datatype == "BF16" and array.dtype == np.uint16:
-        # BF16 is kept as bits: an exponent of all ones is NaN or infinity.
-        finite: Array = (array & 0x7F80) != 0x7F80
-        return finite
-    return np.isfinite(array)
+    return np.isfinite(_floats(datatype, array))
+
+
+def _floats(datatype: str, array: Array) -> Array:
+    """Return the numbers; BF16 may be kept as bits."""
+    is_bits = datatype == "BF16" and array.dtype == np.uint16
+    return bf16_floats(array) if is_bits else array
 
 
 def describe(found: Sequence[NonFinite]) -> list[str]:
@@ -76,10 +79,6 @@ def _describe_rows(rows: Sequence[NonFinite]) -> str:
 
 def _values(datatype: str, row: Array | None) -> str:
     assert row is not None
-    if datatype == "BF16" and row.dtype == np.uint16:
-        bits = row[~is_finite(datatype, row)]
-        has_nan, has_infinity = bool((bits & 0x7F).any()), bool(((bits & 0x7F) == 0).any())
-    else:
-        has_nan, has_infinity = bool(np.isnan(row).any()), bool(np.isinf(row).any())
-    names = [name for name, is_there in (("NaN", has_nan), ("infinity", has_infinity)) if is_there]
-    return " and ".join(names)
+    kinds = {"NaN": np.isnan, "infinity": np.isinf}
+    row = _floats(datatype, row)
+    return " and ".join(name for name, is_kind in kinds.items() if is_kind(row).any())

@@ -11,6 +11,7 @@ from penstock.data.files import FileRows, Row
 from penstock.data.lengths import Sizes
 from penstock.data.samples import Origin, RequestForm, Sample
 from penstock.errors import ConfigError
+from penstock.units import quoted
 
 # A prompt has a word per token: each word of our vocabulary with a space before it is one token of
 # GPT-2 (and of its multilingual form), and 400 of 401 are one token of BERT.
@@ -146,8 +147,7 @@ def _sample(form: RequestForm, row: Row) -> Sample:
 def _named(names: tuple[str, ...], row: Row) -> dict[str, object]:
     missing = [name for name in names if name not in row]
     if missing:
-        listed = ", ".join(f"'{name}'" for name in missing)
-        raise ValueError(f"{listed} missing, which the body names")
+        raise ValueError(f"{quoted(missing)} missing, which the body names")
     return {name: row[name] for name in names}
 
 

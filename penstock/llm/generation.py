@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.errors import PenstockError
 from penstock.llm.messages import GenerateRequest, Logprobs, TokenEvent
 from penstock.llm.stops import StopTexts
+from penstock.wire.openai_forms import TokenUsage
 
 if TYPE_CHECKING:
     from penstock.llm.token_bytes import Detokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    num_prompt: int
-    num_generated: int
-    # Prompt tokens found in the prefix cache.
-    num_cached: int
 
 
 class GenerationSink(Protocol):
@@ -27,7 +20,7 @@ class GenerationSink(Protocol):
     def token(self, event: TokenEvent) -> None:
         """A sequence has got a token, with its text."""
 
-    def finished(self, totals: Totals) -> None:
+    def finished(self, totals: TokenUsage) -> None:
         """All sequences have ended, each with its reason."""
 
     def failed(self, error: PenstockError) -> None:
@@ -72,6 +65,6 @@ class Generation:
         return len(self.request.tokens)
 
     @property
-    def totals(self) -> Totals:
+    def totals(self) -> TokenUsage:
         num_generated = sum(each.num_tokens for each in self.outputs)
-        return Totals(self.num_prompt, num_generated, self.num_cached)
+        return TokenUsage(self.num_prompt, num_generated, self.num_cached)

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.serving.padding import bf16_floats
 from penstock.types import Array
 
 MAGIC = b"GGUF"
@@ -210,8 +211,7 @@ def _nibbles(packed: Array) -> Array:
 
 
 def _bf16(blocks: Array) -> Array:
-    bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16
-    return bits.view(np.float32)
+    return bf16_floats(np.ascontiguousarray(blocks).view(np.uint16))
 
 
 def _q8_0(blocks: Array) -> Array:

@@ -23,8 +23,7 @@ from penstock.optimizer.results import Try
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.shapes import arrangements, shapes, with_instances
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.time_budget import TimeBudget
-from penstock.optimizer.time_plan import OutOfTime
+from penstock.optimizer.time_plan import OutOfTime, TimeBudget
 from penstock.slo import Memory
 
 # On a GPU, a prediction for one instance below this share of the best ends the timing.

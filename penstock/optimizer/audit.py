@@ -256,18 +256,15 @@ def _check_halves(rows: Sequence[Row], audit: Audit) -> None:
         arrays = [row[name] for row in rows if name in row]
         if len(arrays) < 2:
             continue
-        (low, high), (other_low, other_high) = (_range(arrays[part::2]) for part in (0, 1))
+        halves = [[array for array in arrays[part::2] if array.size] for part in (0, 1)]
+        low, other_low = (float(min(array.min() for array in half)) for half in halves)
+        high, other_high = (float(max(array.max() for array in half)) for half in halves)
         width = max(high, other_high) - min(low, other_low)
         apart = max(abs(high - other_high), abs(low - other_low)) / width if width else 0.0
         audit.facts[f"apart {name}"] = apart
         if apart > UNSTABLE:
             differing = f"ranges of two halves of calibration rows differ by {apart * 100:.0f} %"
             audit.warnings.append(f"input '{name}': {differing}; more rows would settle them")
-
-
-def _range(arrays: Sequence[Array]) -> tuple[float, float]:
-    lows, highs = zip(*((array.min(), array.max()) for array in arrays if array.size), strict=True)
-    return float(min(lows)), float(max(highs))
 
 
 class _Feature(NamedTuple):

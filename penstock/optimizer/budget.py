@@ -34,15 +34,11 @@ class Budget:
     def __str__(self) -> str:
         direction = "rise" if self.is_lower_better else "drop"
         relative = " relative" if self.is_relative else ""
-        return f"{self.metric} {direction} <= {self._limit_text}{relative}"
-
-    @property
-    def _limit_text(self) -> str:
         percent = f"{self.limit * 100:.12g}"
+        is_exact = float(percent) / 100 == self.limit and "e" not in percent
         is_share = self.is_relative or self.metric in SHARES
-        if is_share and float(percent) / 100 == self.limit and "e" not in percent:
-            return f"{percent} %"
-        return repr(self.limit)
+        limit = f"{percent} %" if is_share and is_exact else repr(self.limit)
+        return f"{self.metric} {direction} <= {limit}{relative}"
 
 
 def default_budget(metric: str) -> Budget:

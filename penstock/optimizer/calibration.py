@@ -91,12 +91,9 @@ class ValueHistogram:
     def range(self, method: Method) -> Range:
         if self.width == 0.0 or method == "minmax":
             return self.low, self.high
-        if method == "percentile":
-            return self._percentile()
-        threshold = self._entropy_threshold()
-        return max(self.low, -threshold), min(self.high, threshold)
-
-    def _percentile(self) -> Range:
+        if method == "entropy":
+            threshold = self._entropy_threshold()
+            return max(self.low, -threshold), min(self.high, threshold)
         tail = self.counts.sum() * (1 - PERCENTILE / 100) / 2
         first = int(np.searchsorted(np.cumsum(self.counts), tail, side="right"))
         last = 2 * NUM_BINS - int(np.searchsorted(np.cumsum(self.counts[::-1]), tail, side="right"))

@@ -24,8 +24,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.search import Search
-from penstock.optimizer.time_budget import TimeBudget
-from penstock.optimizer.time_plan import CutOff
+from penstock.optimizer.time_plan import CutOff, TimeBudget
 
 UNPROVEN = "was ahead in the search but was not proven"
 BEST_MEASURED = "the best version measured so far"
@@ -312,15 +311,12 @@ class TensorConclusion(Conclusion):
             )
         found.notes += self._notes(choice)
         if found.outcome != "kept" and found.after is not None:
-            more = self._can_add_instances(choice)
-            found.binding = goals.binding(found.after, self.plan.slo, can_add_instances=more)
-
-    def _can_add_instances(self, choice: FinalChoice) -> bool:
-        """Return whether the machine has room for more instances than were timed."""
-        config, num_cores = choice.finalist.build.config, self._evaluator.run.machine.num_cores
-        timed = [number for number, _ in choice.finalist.contender.times]
-        most = max(number for number, _ in shapes.arrangements(config, num_cores))
-        return most > max([config.num_instances, *timed])
+            # Whether the machine has room for more instances than were timed.
+            config, times = choice.finalist.build.config, choice.finalist.contender.times
+            possible = shapes.arrangements(config, run.machine.num_cores)
+            most = max([config.num_instances, *(number for number, _ in times)])
+            has_room = max(number for number, _ in possible) > most
+            found.binding = goals.binding(found.after, self.plan.slo, can_add_instances=has_room)
 
     def _notes(self, choice: FinalChoice) -> Iterator[str]:
         for name, share in self._evaluator.data.clipped(choice.finalist.build).items():

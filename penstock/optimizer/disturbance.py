@@ -16,7 +16,8 @@ import numpy as np
 
 from penstock import units
 from penstock.benchmark.stats import Interval, Window
-from penstock.optimizer.results import Conditions, ServedMeasurement, Turn
+from penstock.optimizer.machine import Conditions
+from penstock.optimizer.results import ServedMeasurement, Turn
 
 # Units of SLO terms that depend on the machine's speed.
 TIMED = ("s", "%", "/s", "per million")

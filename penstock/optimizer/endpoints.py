@@ -1,18 +1,21 @@
-"""Servers of builds, as `penstock serve` runs them, and the rows that are sent to them as files."""
+"""Servers of builds, as `penstock serve` runs them, and the rows that are sent to them."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import contextlib
+import http.client
 import math
 import re
 import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -27,14 +30,17 @@ from penstock.config import ModelConfig
 from penstock.data import InputSpec
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Conditions
 from penstock.optimizer.simulate import Row, fitted
 from penstock.optimizer.this_machine import CpuMeter
 from penstock.optimizer.time_plan import CutOff
+from penstock.optimizer.trials import stacked
 from penstock.processes.tool import ToolProcess
 from penstock.serving.explain import Explanation
+from penstock.serving.padding import bf16_floats
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
+from penstock.wire.v2_client import HEAD_LENGTH, decode_answer, encode_infer
 
 # Receives what is being done, for the live view.
 Watch = Callable[[str], None]
@@ -53,6 +59,14 @@ MAX_CLIENTS = 256
 PATIENCE_S = 3.0
 LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
+# Clients that ask for answers to compare.
+NUM_CLIENTS = 16
+# Requests per instance: a model that degrades with use shows it after some hundreds.
+NUM_REQUESTS = 1024
+TIMEOUT_S = 60.0
+# A server in slo mode refuses requests that would be late; the client retries this often.
+NUM_TRIES = 20
+RETRY_S = 0.02
 
 
 class ServedEndpoint:
@@ -150,6 +164,25 @@ class ServedEndpoint:
             # The speed probe measures the CPU, which does not compute the model.
             self.conditions = msgspec.structs.replace(self.conditions, speed_s=0.0)
         return run
+
+    def answers(self, rows: Sequence[Row], seconds: float) -> list[tuple[int, dict[str, Array]]]:
+        """Return the server's answers with the index of each row, some rows several times; as many
+        as `seconds` allow, and at least one per client. A build may answer well in a trial process
+        and differently here: in a second instance, after many requests, or because of its
+        environment. So those of the build to commit are compared with what the gate judged."""
+        address, config = self.address, self.build.config
+        fitting = fitted(rows, config)
+        has_one = fitting is not rows
+        messages = [encode_infer(stacked(config, [row])) for row in fitting]
+        num_requests = max(len(rows), NUM_REQUESTS * config.num_instances)
+        ends_at = time.monotonic() + seconds
+        turns = [range(n, num_requests, NUM_CLIENTS) for n in range(NUM_CLIENTS)]
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            asked = [pool.submit(_be_client, address, messages, each, ends_at) for each in turns]
+            answers = [answer for client in asked for answer in client.result()]
+        if config.max_batch_size == 0 or has_one:
+            return answers
+        return [(place, {n: each[0, ...] for n, each in found.items()}) for place, found in answers]
 
     @property
     def _tail(self) -> str:
@@ -276,7 +309,7 @@ def _is_stackable(spec: TensorSpec, rows: Sequence[Row]) -> bool:
 def _plain(spec: TensorSpec, array: Array) -> Array:
     """Return the array as stored in files: rows hold BF16 as bits, files hold floats."""
     if spec.datatype == "BF16" and array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        return bf16_floats(array)
     return np.asarray(array, DATATYPES[spec.datatype].numpy)
 
 
@@ -299,3 +332,40 @@ def num_clients(config: ModelConfig) -> int:
     is_refusing = config.batching.slo_latency_s is not None
     num_rows = 1 if is_refusing or not config.batching.is_dynamic else config.max_batch_size
     return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
+
+
+def _be_client(
+    address: str, messages: Sequence[tuple[int, bytes]], turns: Sequence[int], ends_at: float
+) -> list[tuple[int, dict[str, Array]]]:
+    parts = urlsplit(address)
+    found: list[tuple[int, dict[str, Array]]] = []
+    try:
+        opened = http.client.HTTPConnection(parts.netloc, timeout=TIMEOUT_S)
+        with contextlib.closing(opened) as connection:
+            for turn in turns:
+                if time.monotonic() > ends_at and turn >= NUM_CLIENTS:
+                    break
+                place = turn % len(messages)
+                answer = _infer(connection, f"{parts.path}/infer", messages[place])
+                if answer is not None:
+                    found.append((place, answer))
+    except (OSError, http.client.HTTPException) as error:
+        raise BackendFailed(f"the server did not answer: {error or type(error).__name__}") from None
+    return found
+
+
+def _infer(
+    connection: http.client.HTTPConnection, path: str, message: tuple[int, bytes]
+) -> dict[str, Array] | None:
+    """Send one request; None if the server refuses all tries."""
+    head_length, body = message
+    for _ in range(NUM_TRIES):
+        connection.request("POST", path, body, {HEAD_LENGTH: str(head_length)})
+        response = connection.getresponse()
+        data = response.read()
+        if response.status == http.HTTPStatus.OK:
+            return decode_answer(int(response.headers[HEAD_LENGTH]), data)
+        if response.status != http.HTTPStatus.SERVICE_UNAVAILABLE:
+            raise BackendFailed(f"the server answered {response.status}: {data[:300]!r}")
+        time.sleep(RETRY_S)
+    return None

@@ -79,7 +79,7 @@ def open_examples(
     extra = _opened(plan, plan.calibration, form)
     num = len(main.rows)
     bad = [*bad, *(replace(each, index=num + each.index) for each in extra.non_finite)]
-    split = _without_non_finite(_with_separate(num, len(extra.rows), plan.seed), bad)
+    split = _without_non_finite(split_examples(num, plan.seed, len(extra.rows)), bad)
     both = hashlib.sha256(f"{main.digest} {extra.digest}".encode()).hexdigest()
     text = f"{_text(main, split)}; calibrated with {len(split.calibration):,} of {extra.name}"
     rows = [*main.rows, *extra.rows]
@@ -102,11 +102,16 @@ def signature_examples(
     return Examples(rows, None, split, named, source.origin.text)
 
 
-def split_examples(num_examples: int, seed: int) -> Split:
-    """Split: a fifth, at most 300, for calibration; equal halves to choose by and held out."""
-    order = [int(i) for i in np.random.default_rng(seed).permutation(num_examples)]
-    num_calibration = min(MAX_CALIBRATION, int(num_examples * CALIBRATION_SHARE))
-    calibration, rest = order[:num_calibration], order[num_calibration:]
+def split_examples(num_examples: int, seed: int, num_separate: int | None = None) -> Split:
+    """Split: a fifth, at most 300, for calibration; equal halves to choose by and held out.
+    Separate calibration rows follow the data, all of which is then for judging."""
+    random = np.random.default_rng(seed)
+    rest = random.permutation(num_examples).tolist()
+    if num_separate is None:
+        num_calibration = min(MAX_CALIBRATION, int(num_examples * CALIBRATION_SHARE))
+        calibration, rest = rest[:num_calibration], rest[num_calibration:]
+    else:
+        calibration = (num_examples + random.permutation(num_separate)).tolist()[:MAX_SEPARATE]
     half = (len(rest) + 1) // 2
     return Split(tuple(calibration), tuple(rest[:half]), tuple(rest[half:]))
 
@@ -220,15 +225,6 @@ def _check_labels(opened: _Opened, plan: Plan) -> None:
 def _form(array: Array) -> str:
     kind = "other things" if array.dtype.kind == "O" else str(array.dtype)
     return f"{kind} of shape {list(array.shape)}"
-
-
-def _with_separate(num_examples: int, num_extra: int, seed: int) -> Split:
-    """Split with separate calibration rows, which follow the data: all data is for judging."""
-    random = np.random.default_rng(seed)
-    order = [int(i) for i in random.permutation(num_examples)]
-    extra = [num_examples + int(i) for i in random.permutation(num_extra)]
-    half = (num_examples + 1) // 2
-    return Split(tuple(extra[:MAX_SEPARATE]), tuple(order[:half]), tuple(order[half:]))
 
 
 def _joined(main: _Opened, extra: _Opened) -> Array | None:

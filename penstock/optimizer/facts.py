@@ -16,7 +16,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
-from penstock.repository import pt2_file, safetensors_file
+from penstock.repository import pretrained, pt2_file
 from penstock.types import DATATYPES
 
 if TYPE_CHECKING:
@@ -65,10 +65,6 @@ class Facts(msgspec.Struct):
         return any(name in self.operators for name in ("Attention", "MultiHeadAttention")) or (
             self.operators.get("Softmax", 0) >= 1 and self.operators.get("MatMul", 0) >= 8
         )
-
-    @property
-    def is_convolutional(self) -> bool:
-        return self.operators.get("Conv", 0) > 0
 
 
 def file_facts(build: Build) -> Facts:
@@ -160,7 +156,7 @@ def datatype_name(name: str) -> str:
 def _read_openvino(path: Path, facts: Facts) -> None:
     from penstock.repository import openvino_file
 
-    layers = openvino_file.read_layers(path)
+    layers = openvino_file.read_xml(path).findall("layers/layer")
     facts.operators = dict(Counter(layer.get("type", "") for layer in layers))
     found = []
     for layer in layers:
@@ -193,7 +189,7 @@ def _read_safetensors(artifact: Path, facts: Facts) -> None:
     found = []
     folder = artifact if artifact.is_dir() else artifact.parent
     for path in sorted(folder.glob("*.safetensors")):
-        tensors = safetensors_file.read_header(path)
+        tensors = pretrained.read_header(path)
         if tensors is None:
             raise ConfigError([f"{path.name}: cannot be read as safetensors: no header"])
         for each in tensors:

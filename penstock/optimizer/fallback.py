@@ -79,18 +79,15 @@ def blocks(layers: Sequence[WeightedLayer]) -> list[Group]:
     """Group layers by name up to its first number (`encoder/layer.3/...`), else neighbours."""
     named: dict[str, list[WeightedLayer]] = {}
     for layer in layers:
-        named.setdefault(_block_name(layer.name), []).append(layer)
+        match = re.match(r"(.*?[a-zA-Z_]+s?[./_]\d+)[./]", layer.name)
+        block = match[1] if match else layer.name.rpartition("/")[0] or layer.name
+        named.setdefault(block, []).append(layer)
     if 1 < len(named) < len(layers):
         return [Group(name, tuple(members)) for name, members in named.items()]
     size = max(1, round(len(layers) ** 0.5))
     runs = [layers[start : start + size] for start in range(0, len(layers), size)]
     names = [" … ".join(dict.fromkeys((run[0].name, run[-1].name))) for run in runs]
     return [Group(name, tuple(run)) for name, run in zip(names, runs, strict=True)]
-
-
-def _block_name(name: str) -> str:
-    match = re.match(r"(.*?[a-zA-Z_]+s?[./_]\d+)[./]", name)
-    return match[1] if match else name.rpartition("/")[0] or name
 
 
 def output_error(original: Answers, candidate: Answers) -> float:

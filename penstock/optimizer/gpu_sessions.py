@@ -23,7 +23,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.shapes import arrangements, with_instances
 from penstock.optimizer.simulate import Row, TimeTable
 from penstock.optimizer.time_plan import TookTooLong
-from penstock.optimizer.trial_child import TrialDone
+from penstock.optimizer.trial_child import PrepareTrial, TrialDone
 from penstock.optimizer.trials import Told, TrialCrew, TrialLimits, TrialProcess
 from penstock.system import devices
 from penstock.types import Array
@@ -55,7 +55,7 @@ class WarmSpare:
         self._child, self._is_ready = TrialProcess(config), False
         self._child.start()
         with contextlib.suppress(BackendFailed):
-            self._child.prepare()
+            self._child.send(PrepareTrial(config.backend))
         return child
 
     def settle(self) -> None:

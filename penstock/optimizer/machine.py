@@ -1,4 +1,4 @@
-"""The target machine: what its processor and its libraries can do. Values only."""
+"""The machine: what its processor and its libraries can do, and its state. Values only."""
 
 from __future__ import annotations
 
@@ -26,3 +26,19 @@ class Machine(msgspec.Struct, frozen=True):
     @property
     def has_bf16(self) -> bool:
         return bool(BF16 & set(self.isa))
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    """State of the machine during a measurement."""
+
+    # Shares of all cores: used by this run, by other processes, and taken by the hypervisor.
+    own_cpu: float = 0.0
+    foreign_cpu: float = 0.0
+    steal: float = 0.0
+    # Seconds of the speed probe just before; 0: unknown.
+    speed_s: float = 0.0
+    # The generator waited for connections: its lateness says nothing about the machine.
+    is_generator_waiting: bool = False
+    # Load average of the last minute.
+    load_average: float = 0.0
+    num_cores: int = 0

@@ -142,7 +142,8 @@ def _incomparable(num_examples: int, *problems: str) -> Numerics:
 def _misfits(original: Answers, candidate: Answers, *, is_exact: bool) -> list[str]:
     """Return outputs, datatypes and shapes that differ from the original's. A lossy step may change
     the number of rows of outputs in which it varies between examples anyway."""
-    free = set() if is_exact else _free_outputs(original)
+    arrays = [name for name, array in original[0].items() if array.ndim and not is_exact]
+    free = {name for name in arrays if len({len(answer[name]) for answer in original}) > 1}
     problems: list[str] = []
     for position, (one, other) in enumerate(zip(original, candidate, strict=True)):
         if one.keys() != other.keys():
@@ -160,12 +161,6 @@ def _misfits(original: Answers, candidate: Answers, *, is_exact: bool) -> list[s
 
 def _form(array: Array) -> str:
     return f"{'BYTES' if array.dtype.kind in 'OSU' else array.dtype} {list(array.shape)}"
-
-
-def _free_outputs(original: Answers) -> set[str]:
-    """Return outputs whose number of rows depends on the data: it varies between examples."""
-    arrays = [name for name, array in original[0].items() if array.ndim]
-    return {name for name in arrays if len({len(answer[name]) for answer in original}) > 1}
 
 
 def _difference(

@@ -392,7 +392,10 @@ def _join_conv(node: NodeProto, padding: _Padding) -> None:
 def _join_pool(node: NodeProto, padding: _Padding) -> None:
     """Fuse a Pad into MaxPool, whose own padding never wins. Exact if the Pad's value never wins
     either: it is -inf, or 0 and the input is not negative."""
-    if not _is_plain_pool(node):
+    is_dilated = set(onnx_model.attribute(node, "dilations", [1])) != {1}
+    is_padded = onnx_model.attribute(node, "auto_pad", b"NOTSET") != b"NOTSET"
+    # With ceil_mode, dilations or indices the place of padding matters.
+    if is_dilated or is_padded or onnx_model.attribute(node, "ceil_mode", 0) or node.output[1:]:
         return
     own = _own_sizes(node, padding)
     sizes = own + padding.sizes
@@ -406,16 +409,6 @@ def _join_pool(node: NodeProto, padding: _Padding) -> None:
         # ONNX Runtime 1.31 fuses a Pad of zeros into MaxPool even if zero may be the largest value
         # of a window. It does not fuse into a MaxPool declared without padding.
         _set_attributes(node, pads=None, auto_pad="VALID")
-
-
-def _is_plain_pool(node: NodeProto) -> bool:
-    """Return whether the place of padding is irrelevant: no ceil_mode, dilations or indices."""
-    return (
-        len(node.output) == 1
-        and not onnx_model.attribute(node, "ceil_mode", 0)
-        and onnx_model.attribute(node, "auto_pad", b"NOTSET") == b"NOTSET"
-        and set(onnx_model.attribute(node, "dilations", [1])) == {1}
-    )
 
 
 def _set_attributes(node: NodeProto, **values: str | list[int] | None) -> None:

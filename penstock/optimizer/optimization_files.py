@@ -7,14 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import slo as promises
 from penstock.benchmark import run_files
 from penstock.errors import ConfigError
 from penstock.optimizer import first_line
 from penstock.optimizer.results import Optimization
 
-FORMAT = 1
-EXPECTED = "expected what penstock optimize --json writes"
 # Names in files of earlier versions.
 FORMER_OUTCOMES = {"met": "kept"}
 # Fields that together identify an optimisation among our files.
@@ -43,30 +40,8 @@ def is_optimization(path: Path) -> bool:
 
 def read_optimization(path: Path) -> Optimization:
     """Read the file; ConfigError says why it is not an optimisation."""
-    try:
-        text = path.read_bytes()
-        kind = msgspec.json.decode(text)
-    except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file; {EXPECTED}"]) from None
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
-    except msgspec.DecodeError as error:
-        raise ConfigError([f"{path}: not JSON: {error}"]) from None
-    if not isinstance(kind, dict) or not kind.keys() >= FIELDS:
-        raise ConfigError([f"{path}: JSON, but not of an optimisation; {EXPECTED}"])
-    if kind["format"] != FORMAT:
-        known = f"this version of penstock reads format {FORMAT}"
-        raise ConfigError([f"{path}: format {kind['format']!r}; {known}"])
-    try:
-        # Not strict: NaN is written as a string.
-        found = msgspec.json.decode(text, type=Optimization, strict=False)
-        found.outcome = FORMER_OUTCOMES.get(found.outcome, found.outcome)
-        if found.slo:
-            promises.parse(found.slo)
-    except msgspec.ValidationError as error:
-        raise ConfigError([f"{path}: not a whole optimisation: {error}"]) from None
-    except ConfigError as error:
-        raise ConfigError([f"{path}: slo: {problem}" for problem in error.problems]) from None
+    found = run_files.read_result(path, Optimization, FIELDS, "an optimisation", "optimize")
+    found.outcome = FORMER_OUTCOMES.get(found.outcome, found.outcome)
     if found.outcome not in first_line.EXIT_CODES:
         known = ", ".join(first_line.EXIT_CODES)
         raise ConfigError([f"{path}: outcome {found.outcome!r} is not one of {known}"])

@@ -21,10 +21,9 @@ from typing import Any
 from penstock import slo
 from penstock.errors import CommandLineError, ConfigError
 from penstock.optimizer import budget
-from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.plan import Plan
 from penstock.repository import versions
-from penstock.repository.model_source import resolve
+from penstock.repository.model_source import is_language_model, resolve
 
 # Options that are paths; in a plan file they are relative to it.
 PATHS = ("model", "data", "calibration", "out")

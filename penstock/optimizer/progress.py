@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.optimizer.candidates import STAGES, Stage
 from penstock.optimizer.findings import Findings, Shaped
-from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
+from penstock.optimizer.time_plan import MODEL_STAGES, TimeBudget
 
 # On a GPU, FP16 halves the work and needs only a check. Compiled code is tuned for one precision,
 # so precision comes first to avoid compiling twice.
@@ -40,30 +40,22 @@ class Progress:
     finish_s: float | None = None
 
 
+@dataclass(slots=True)
 class ProgressReporter:
     """Calls `watch` with the state of the run. The evaluator says what is being done, the search
     for which candidate."""
 
-    def __init__(
-        self,
-        watch: Callable[[Progress], None],
-        findings: Findings,
-        budget: TimeBudget,
-        stages: tuple[Stage, ...],
-        *,
-        judges_lossless: bool,
-    ) -> None:
-        """`stages` are in the order in which they run. Candidates that lose nothing are judged on
-        the held-out set too if `judges_lossless`."""
-        self._watch = watch
-        self._findings = findings
-        self._budget = budget
-        self._judges_lossless = judges_lossless
-        self.stages = stages
-        self._trying = ""
-        self._doing = "start"
-        # Saved on an interruption once the choice is made; see `begin_proof`.
-        self._to_save = ""
+    watch: Callable[[Progress], None]
+    findings: Findings
+    budget: TimeBudget
+    # In the order in which they run.
+    stages: tuple[Stage, ...]
+    # Candidates that lose nothing are judged on the held-out set too.
+    judges_lossless: bool
+    _trying: str = ""
+    _doing: str = "start"
+    # Saved on an interruption once the choice is made; see `begin_proof`.
+    _to_save: str = ""
 
     def begin(self, trying: object) -> None:
         self._trying = str(trying)
@@ -71,7 +63,7 @@ class ProgressReporter:
     def begin_proof(self, candidate: object, to_save: str = "") -> None:
         """Report the proof, after the search: of the candidate, and what an interruption would
         save; empty: the best that passes on the held-out set."""
-        self._budget.stage = "proof"
+        self.budget.stage = "proof"
         self._trying, self._to_save = str(candidate), to_save
 
     def refresh(self) -> None:
@@ -81,10 +73,10 @@ class ProgressReporter:
     def tell(self, doing: str, note: str = "") -> None:
         """Report what is being done; the note stays on screen."""
         self._doing = doing
-        findings, budget = self._findings, self._budget
+        findings, budget = self.findings, self.budget
         best = findings.best if findings.contenders else None
         left = to_measure(findings, budget) if budget.stage != "proof" else []
-        self._watch(
+        self.watch(
             Progress(
                 stage=budget.stage,
                 candidate=self._trying,
@@ -104,11 +96,11 @@ class ProgressReporter:
 
     def _first_finalist(self) -> str:
         """Return what is saved if nothing more is measured."""
-        if not self._findings.finalists:
+        if not self.findings.finalists:
             return ""
-        first = self._findings.finalists[0]
+        first = self.findings.finalists[0]
         candidate = first.build.candidate
-        is_judged = first.contender.is_lossy or (bool(candidate.steps) and self._judges_lossless)
+        is_judged = first.contender.is_lossy or (bool(candidate.steps) and self.judges_lossless)
         return f"{candidate}{UNLESS_REFUSED if is_judged else ''}"
 
 

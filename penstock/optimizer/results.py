@@ -12,7 +12,7 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Skip, Stage
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.machine import Machine
+from penstock.optimizer.machine import Conditions, Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.simulate import TimeTable
 from penstock.profiling.results import Profile
@@ -21,7 +21,6 @@ from penstock.profiling.results import Profile
 # slower: measured, and behind; rejected: failed a gate; failed: could not be built or run; cut off:
 # the time budget ended before it was built or measured.
 Outcome = Literal["kept", "equal", "slower", "rejected", "failed", "cut off"]
-
 
 # Units of terms with a lower limit; all others have an upper limit.
 AT_LEAST = ("/s", "%")
@@ -70,22 +69,6 @@ class Streams(msgspec.Struct):
     tpot: Interval
     prompt_tokens_per_s: float
     tokens_per_s: float
-
-
-class Conditions(msgspec.Struct, frozen=True):
-    """State of the machine during a measurement."""
-
-    # Shares of all cores: used by this run, by other processes, and taken by the hypervisor.
-    own_cpu: float = 0.0
-    foreign_cpu: float = 0.0
-    steal: float = 0.0
-    # Seconds of the speed probe just before; 0: unknown.
-    speed_s: float = 0.0
-    # The generator waited for connections: its lateness says nothing about the machine.
-    is_generator_waiting: bool = False
-    # Load average of the last minute.
-    load_average: float = 0.0
-    num_cores: int = 0
 
 
 class Turn(msgspec.Struct):

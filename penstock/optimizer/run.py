@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 import time
 
-from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.model_run import Watch
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.this_machine import read_machine
+from penstock.repository.model_source import is_language_model
 
 
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:

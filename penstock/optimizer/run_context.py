@@ -19,8 +19,7 @@ from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.subject import Subject
-from penstock.optimizer.time_budget import TimeBudget
-from penstock.optimizer.time_plan import TookTooLong
+from penstock.optimizer.time_plan import TimeBudget, TookTooLong
 from penstock.types import Array
 
 # Minimum time of a step's child process, however little time is left.

@@ -15,7 +15,7 @@ from typing import Literal
 
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
-from penstock.optimizer import goals, wording
+from penstock.optimizer import goals, time_plan, wording
 from penstock.optimizer.attempts import Attempts, note_times, pass_context
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.evaluator import Evaluator
@@ -25,8 +25,7 @@ from penstock.optimizer.progress import ProgressReporter, to_measure
 from penstock.optimizer.results import Try
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.serving_rounds import NO_TIME, ServingRounds
-from penstock.optimizer.time_budget import MODEL_STAGES, TimeBudget
-from penstock.optimizer.time_plan import PROFILE_S, OutOfTime, smallest_budget_s
+from penstock.optimizer.time_plan import MODEL_STAGES, OutOfTime, TimeBudget
 
 # Parents below this share of the best are not used in the stage: BF16 may double the rate.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
@@ -54,6 +53,7 @@ class Proposals:
         reasons why it proposes none."""
         if each.changes_answers and self.run.examples is None:
             return [], [Skip(each.name, NEEDS_DATA)]
+        is_adding = each.stage == "compile" and each.name != COMPILER
         proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}
         skips: dict[str, Skip] = {}
         for parent in sorted(self.findings.contenders, key=_from_the_best):
@@ -67,7 +67,9 @@ class Proposals:
             found = each.propose(pass_context(self.run, parent))
             steps = [one for one in found if isinstance(one, Step)]
             skips.update({one.reason: one for one in found if isinstance(one, Skip)})
-            if steps or self._stands_for_all(each):
+            # On a GPU, passes that build on their parent are not tried on slower parents, even if
+            # they propose nothing for the best.
+            if steps or (is_adding and self.is_pruned):
                 proposals[family] = (parent, steps)
         found_any = [each for each in proposals.values() if each[1]]
         return found_any, [] if found_any else list(skips.values())
@@ -87,13 +89,6 @@ class Proposals:
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
         how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
         return f"{step} {how}: the same compiler with more time is not tried"
-
-    def _stands_for_all(self, each: Pass) -> bool:
-        """Return whether only the best of a family is asked, even if the pass proposes nothing for
-        it: on a GPU, passes that build on their parent are not tried on slower parents. Compilers
-        start again from the model's own operators."""
-        is_adding = each.stage == "compile" and each.name != COMPILER
-        return is_adding and self.is_pruned
 
     def _is_far_behind(self, parent: Contender, each: Pass) -> bool:
         """Return whether no precision can make a parent the best. A compiler might."""
@@ -236,7 +231,7 @@ class Search:
         """Find the bottleneck of the best. If this fails, only the report lacks a figure."""
         budget_s = self._plan.budget_s
         is_short = self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S
-        if is_short or not self.budget.has_search_time(PROFILE_S):
+        if is_short or not self.budget.has_search_time(time_plan.PROFILE_S):
             return
         best = self.findings.best
         self.progress.begin(best.candidate)
@@ -283,7 +278,7 @@ class Search:
             return
         needed_s = budget.baseline_s + budget.step_s + budget.estimates.shortest_kept_s
         # More than the budget that was too small.
-        suggested_s = smallest_budget_s(max(needed_s, budget_s + 1))
+        suggested_s = time_plan.smallest_budget_s(max(needed_s, budget_s + 1))
         self.findings.notes.append(
             f"no step was completed: {wording.span(budget_s)} are enough for the "
             f"baseline and the proof of the original only; use --budget {suggested_s:.0f}s or more"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from penstock.data.datasets import LABEL_NAMES
-from penstock.data.files import ARRAY_SUFFIXES, ROW_SUFFIXES, read_arrays, read_rows
+from penstock.data.datasets import LABEL_NAMES, existing
+from penstock.data.files import ARRAY_SUFFIXES, read_arrays, read_rows
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -26,9 +25,7 @@ def read_sent(plan: Plan) -> list[Row]:
     """Read some rows of the plan's data, without the labels it names; none without data."""
     if not plan.data:
         return []
-    path = Path(plan.data)
-    if not path.exists():
-        raise ConfigError([f"{path}: there is no such file or folder"])
+    path = existing(plan.data)
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file())[:MAX_ROWS]
         name = plan.data_name or "image"
@@ -40,9 +37,6 @@ def read_sent(plan: Plan) -> list[Row]:
         num_rows = min(MAX_ROWS, *(len(array) for array in arrays.values()))
         named = {name or plan.data_name or "input": array for name, array in arrays.items()}
         return [{name: _element(a[n]) for name, a in named.items()} for n in range(num_rows)]
-    if path.suffix not in ROW_SUFFIXES:
-        known = ", ".join((*ARRAY_SUFFIXES, *ROW_SUFFIXES))
-        raise ConfigError([f"{path}: expected a file that ends in {known}, or a folder of images"])
     rows = read_rows(path).rows[:MAX_ROWS]
     return [{n: _element(value) for n, value in row.items() if n != plan.labels} for row in rows]
 

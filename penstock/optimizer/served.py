@@ -18,30 +18,14 @@ from penstock.benchmark.results import Level
 from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Interval, Window
 from penstock.errors import BackendFailed
-from penstock.optimizer import served_answers
+from penstock.optimizer import served_figures, time_plan
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.disturbance import is_void
 from penstock.optimizer.endpoints import START_TIMEOUT_S, ServedEndpoint, Servers, Watch
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
-from penstock.optimizer.served_figures import (
-    ServedAccount,
-    curve_of,
-    in_time_rate,
-    priced,
-    served_of,
-    shown_level,
-)
 from penstock.optimizer.simulate import Row
-from penstock.optimizer.time_plan import (
-    MIN_COST_SEARCH_S,
-    MIN_SEARCH_S,
-    PROBE_COST_S,
-    WARM_UP_S,
-    MeasurementLimits,
-    level_cost_s,
-    warm_up_s,
-)
+from penstock.optimizer.time_plan import PROBE_COST_S, MeasurementLimits
 from penstock.slo import Goodput, Latency, Slo, Throughput
 from penstock.types import Array
 
@@ -77,7 +61,7 @@ class ServedBench:
         with self._stage(builds) as bench:
             found = bench._in_turns(builds, num_rounds)
             if self.plan.has_cost_limit:
-                return bench._rated(builds, found, min_search_s=MIN_COST_SEARCH_S)
+                return bench._rated(builds, found, min_search_s=time_plan.MIN_COST_SEARCH_S)
             return found
 
     def with_rates(self, builds: Sequence[Build]) -> list[ServedMeasurement]:
@@ -92,7 +76,8 @@ class ServedBench:
         """Measure at the SLO's load and up to the highest rate of each, from its start if that is
         given: with rates, costs and curves. Rates are left out if there is no time to search for
         them; an SLO that limits cost makes do with a shorter search."""
-        shortest_s = MIN_COST_SEARCH_S if self.plan.has_cost_limit else MIN_SEARCH_S
+        has_cost = self.plan.has_cost_limit
+        shortest_s = time_plan.MIN_COST_SEARCH_S if has_cost else time_plan.MIN_SEARCH_S
         with self._stage(builds) as bench:
             found = bench._in_turns(builds, self.limits.num_rounds)
             if self._search_s(builds) < shortest_s:
@@ -110,19 +95,18 @@ class ServedBench:
             search = RateSearch(self, endpoint, self.limits.search_s, start, is_floor=True)
             while search.is_open:
                 search.step()
-            level = shown_level(search.levels, search.rate)
-            account = ServedAccount(build.config)
+            level = served_figures.shown_level(search.levels, search.rate)
+            account = served_figures.ServedAccount(build.config)
             account.add(level, endpoint)
-        found = served_of(account, level.load, self.plan)
+        found = served_figures.served_of(account, level.load, self.plan)
         rate = None if math.isnan(search.rate.value) else search.rate
-        curve = curve_of(search.levels)
+        curve = served_figures.curve_of(search.levels)
         return msgspec.structs.replace(found, max_rate=rate, curve=curve), search.has_ended
 
     def answers(self, build: Build, seconds: float) -> list[tuple[int, dict[str, Array]]]:
         """Return the answers of the build behind its server, with the index of each row."""
         with self._stage([build]) as bench:
-            address = bench._endpoint(build).address
-            return served_answers.ask(address, build.config, self.rows, seconds)
+            return bench._endpoint(build).answers(self.rows, seconds)
 
     @contextlib.contextmanager
     def _stage(self, builds: Sequence[Build]) -> Iterator[ServedBench]:
@@ -150,15 +134,15 @@ class ServedBench:
     def _in_turns(self, builds: Sequence[Build], num_rounds: int) -> list[ServedMeasurement]:
         """Measure in rounds; those after the first are left out if there is no time for all."""
         load = load_of(self.plan.slo)
-        accounts = [ServedAccount(build.config) for build in builds]
+        accounts = [served_figures.ServedAccount(build.config) for build in builds]
         for number in range(num_rounds):
-            round_s = len(accounts) * level_cost_s(self.plan.duration_s)
+            round_s = len(accounts) * time_plan.level_cost_s(self.plan.duration_s)
             if number and self.limits.left_s() < round_s:
                 break
             for build, account in zip(builds, accounts, strict=True):
                 endpoint = self._endpoint(build)
                 account.add(self.level(endpoint, load), endpoint)
-        return [served_of(account, load, self.plan) for account in accounts]
+        return [served_figures.served_of(account, load, self.plan) for account in accounts]
 
     def _rated(
         self,
@@ -172,7 +156,7 @@ class ServedBench:
         if not has_limits(self.plan):
             probes = [self.saturate(self._endpoint(build)) for build in builds]
             return [
-                priced(each, stats.throughput_interval(windows), self.plan)
+                served_figures.priced(each, stats.throughput_interval(windows), self.plan)
                 for each, windows in zip(found, probes, strict=True)
             ]
         search_s = max(min_search_s, self._search_s(builds))
@@ -187,7 +171,8 @@ class ServedBench:
                 each.step()
         return [
             msgspec.structs.replace(
-                priced(each, search.believable_rate, self.plan), curve=curve_of(search.levels)
+                served_figures.priced(each, search.believable_rate, self.plan),
+                curve=served_figures.curve_of(search.levels),
             )
             for each, search in zip(found, searches, strict=True)
         ]
@@ -228,7 +213,7 @@ def bench_plan(endpoint: ServedEndpoint, plan: Plan, load: Load) -> bench.BenchP
         slo=plan.slo,
         decides=bench.decides_for(plan.slo),
         duration_s=endpoint.level_s(plan, load),
-        max_warm_up_s=0.0 if is_alone else min(WARM_UP_S, warm_up_s(plan.duration_s)),
+        max_warm_up_s=0.0 if is_alone else time_plan.warm_up_s(plan.duration_s),
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
     )
@@ -312,7 +297,7 @@ class RateSearch:
         if not self._probe:
             return self.rate
         measured = [self._probe, *(level.windows for level in self.levels)]
-        answered = max(in_time_rate(windows, self._slo) for windows in measured)
+        answered = max(served_figures.in_time_rate(windows, self._slo) for windows in measured)
         return NO_RATE if is_void(self.rate, answered) else self.rate
 
     @property

@@ -18,15 +18,9 @@ from penstock.config import ModelConfig
 from penstock.optimizer import goals
 from penstock.optimizer.disturbance import MIN_CALM, calm_windows
 from penstock.optimizer.endpoints import ServedEndpoint
+from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import (
-    Conditions,
-    Curve,
-    ServedMeasurement,
-    Streams,
-    TermVerdict,
-    Turn,
-)
+from penstock.optimizer.results import Curve, ServedMeasurement, Streams, TermVerdict, Turn
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term
 
 

@@ -14,7 +14,7 @@ from penstock.optimizer.findings import Contender, Finalist, Findings, Shaped
 from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Try
-from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import TimeBudget
 
 # Time to search for the highest rate of one finalist.
 RATE_S = 30.0

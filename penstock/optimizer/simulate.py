@@ -485,12 +485,11 @@ def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]
     return row_s
 
 
-def _longest_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    if clock.is_by_tokens:
-        most = _max_rows(config, 0) * max(lengths)
-        return clock.tokens_s(_within(config.batching, most))
+def _longest_s(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
+    if table.tokens:
+        return table.tokens_s(_within(config.batching, _max_rows(config, 0) * max(lengths)))
     buckets = {kind.bucket for kind in kinds_of(lengths, config).values()}
-    return max(clock.batch_s(each, _max_rows(config, each)) for each in buckets)
+    return max(table.batch_s(each, _max_rows(config, each)) for each in buckets)
 
 
 def max_rate(
@@ -505,7 +504,7 @@ def max_rate(
     there is no such rate, or none `above` this. Without such terms, the highest rate at which the
     queue does not grow without bound."""
     if not any(isinstance(term, Latency | Goodput) for term in slo.terms):
-        longest_s = _longest_s(_Clock(table), config, lengths)
+        longest_s = _longest_s(table, config, lengths)
         slo = Slo((Latency("p99", KNEE * longest_s + OVERHEAD_S),), slo.rate)
 
     def holds(rate: float) -> bool:

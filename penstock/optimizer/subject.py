@@ -21,25 +21,18 @@ from penstock.config import (
     EACH_GPU,
     BatchPolicy,
     ModelConfig,
-    PadAxis,
     Padding,
     Postprocess,
     Preprocess,
 )
 from penstock.errors import BackendFailed, ConfigError, describe_error
-from penstock.optimizer import folders, sent, torch_source, trials, user_code
+from penstock.optimizer import folders, pretrained_steps, sent, torch_source, trials, user_code
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
 from penstock.optimizer.facts import describe_weights
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.pretrained_steps import (
-    add_steps,
-    copy_files,
-    exported_network,
-    find_steps,
-    network_rows,
-)
 from penstock.optimizer.sent import Row
+from penstock.optimizer.simulate import variable_axes
 from penstock.optimizer.user_code import UserFunction
 from penstock.repository import layout, pbtxt, pt2_file
 from penstock.repository import manifest as manifests
@@ -99,7 +92,7 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     version = target / folders.VERSION
     version.mkdir(parents=True)
     rows = sent.read_sent(plan)
-    found = find_steps(plan, rows)
+    found = pretrained_steps.find_steps(plan, rows)
     before, after = _functions(plan)
     if before and not plan.labels:
         rows = sent.without_labels(rows)
@@ -108,8 +101,8 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     is_served = taken.kind.startswith("served")
     config = _on_device(taken.config, plan.device, is_served=is_served)
     if found:
-        seen = network_rows(config, found, rows)
-        config = add_steps(_proposed(config, seen), found)
+        seen = pretrained_steps.network_rows(config, found, rows)
+        config = pretrained_steps.add_steps(_proposed(config, seen), found)
     elif not is_served:
         config = _proposed(config, seen)
     notes = [taken.note]
@@ -154,9 +147,9 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> ImportedModel:
                 limit = min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU)
                 config = replace(config, max_batch_size=limit)
             return replace(taken, config=config)
-        case ModelKind.HUGGING_FACE if exported := exported_network(source.path):
+        case ModelKind.HUGGING_FACE if exported := pretrained_steps.exported_network(source.path):
             taken = _take_file(resolve(exported), version)
-            copy_files(source.path, version)
+            pretrained_steps.copy_files(source.path, version)
             return replace(taken, kind=KINDS[source.kind], note=exported.name)
         case ModelKind.HUGGING_FACE:
             config, name = torch_source.take_hugging_face(source.path, rows, version)
@@ -181,7 +174,9 @@ def _take_file(source: ModelSource, version: Path) -> ImportedModel:
 
 def _take_served(model: ModelSource, version: Path) -> ImportedModel:
     """Take a version of a repository with its own configuration, but without its SLO."""
-    folder, config = _served_version(model)
+    found = model.read()
+    config = found.only(model.path, "", "name the folder of one")
+    folder = found.folders[config.name]
     without = (layout.CONFIG, manifests.NAME)
     folders.take_files(folder / config.version, version, shutil.copyfile, without)
     for spec in config.outputs:
@@ -205,17 +200,6 @@ def _author_limit(folder: Path, config: ModelConfig) -> int | None:
     own = config.version if layout.has_own_config(folder, config.version) else ""
     written: int = layout.read_message(folder, own).max_batch_size
     return written or None
-
-
-def _served_version(model: ModelSource) -> tuple[Path, ModelConfig]:
-    found = model.read()
-    for name, problems in found.problems.items():
-        raise ConfigError([f"{name}: {problem}" for problem in problems])
-    if len(found.folders) > 1:
-        names = ", ".join(found.folders)
-        raise ConfigError([f"{model.path}: holds several models ({names}); name the folder of one"])
-    (folder,) = found.folders.values()
-    return folder, max(found.configs, key=lambda config: int(config.version))
 
 
 def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelConfig:
@@ -257,7 +241,7 @@ def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
     kinds = {(spec.shape, spec.datatype) for spec in config.inputs}
     if not has_mask or not kinds <= {((-1,), "INT64"), ((-1,), "INT32")}:
         return None
-    axes = tuple(PadAxis(spec.name, 0) for spec in config.inputs)
+    axes = variable_axes(config)
     name = config.inputs[0].name
     lengths = [len(row[name]) for row in rows if name in row and row[name].ndim == 1]
     limit = max(lengths, default=UNLIMITED)

@@ -25,7 +25,7 @@ from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
-from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import TimeBudget
 
 # Number of random inputs, enough that consecutive requests differ.
 NUM_DRAWN = 256

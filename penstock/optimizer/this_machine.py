@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 
 from penstock.benchmark import system
-from penstock.optimizer.machine import Machine
-from penstock.optimizer.results import Conditions
+from penstock.optimizer.machine import Conditions, Machine
 
 
 class CpuMeter:

@@ -1,12 +1,15 @@
 """PyTorch models as a version folder: from a user's factory, or a Hugging Face folder.
 
-Both become `module.py` with `model.safetensors`; the signature is found by running the module.
+Both become `module.py` with `model.safetensors`; the signature is found by running the module. As
+a process, `python -m penstock.optimizer.torch_source FD FACTORY FOLDER`, it writes the module of a
+factory as a model's folder, for `model_source`, and reports problems, none if all went well.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +21,11 @@ from penstock.backends import COMPILED
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError, describe_error
 from penstock.kernels import CHOICES, KERNELS
-from penstock.optimizer import pretrained_steps, sent, user_code
+from penstock.optimizer import folders, pretrained_steps, sent, user_code
 from penstock.optimizer.sent import Row
 from penstock.repository import layout, pretrained
 from penstock.repository.pretrained_message import PIXELS, TOKENS
+from penstock.repository.python_file import report
 from penstock.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -238,7 +242,12 @@ def _config(
     module: torch.nn.Module, specs: Sequence[TensorSpec], read: Read, version: Path
 ) -> ModelConfig:
     """Return the configuration with the module's outputs; batched if their first axes are rows."""
-    _check_names(module, specs)
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(**dict.fromkeys(spec.name for spec in specs))
+    except TypeError as error:
+        given = ", ".join(f"'{spec.name}'" for spec in specs)
+        raise ConfigError([f"model: forward{signature}: {error}; the data has {given}"]) from None
     try:
         outputs, max_batch = _outputs(module, specs, read, has_batch=True), MAX_BATCH
     except _NoBatch as reason:
@@ -260,15 +269,6 @@ def _config(
 
 class _NoBatch(Exception):
     """The module does not run, or its outputs do not have a row for each input row."""
-
-
-def _check_names(module: torch.nn.Module, specs: Sequence[TensorSpec]) -> None:
-    signature = inspect.signature(module.forward)
-    try:
-        signature.bind(**dict.fromkeys(spec.name for spec in specs))
-    except TypeError as error:
-        given = ", ".join(f"'{spec.name}'" for spec in specs)
-        raise ConfigError([f"model: forward{signature}: {error}; the data has {given}"]) from None
 
 
 def _outputs(
@@ -337,3 +337,20 @@ def _tensors_by_name(answer: object) -> dict[str, torch.Tensor]:
 def _answers_by_name(answer: object) -> dict[str, torch.Tensor]:
     tensors = _tensors_by_name(answer)
     return next(({name: tensors[name]} for name in ANSWERS if name in tensors), tensors)
+
+
+def main(fd: str, factory: str, folder: str) -> None:
+    """Write the module with the tensors of its `example_inputs`."""
+    version = Path(folder) / folders.VERSION
+    version.mkdir(parents=True)
+    problems: list[str] = []
+    try:
+        config, _ = take_factory(factory, [], version)
+        folders.write_config(Path(folder), config)
+    except ConfigError as error:
+        problems = list(error.problems)
+    report(int(fd), problems)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -32,8 +32,9 @@ from penstock.processes.start import begin_life
 from penstock.serving.executor import checked
 from penstock.serving.proof import prove
 from penstock.serving.warmups import warm_up_all
-from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
+from penstock.types import Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart
+from penstock.wire.v2_client import Values
 
 MAX_ERROR_CHARS = 4096
 # Minimum number of runs per point; fewer if one run takes very long.
@@ -41,22 +42,6 @@ MIN_RUNS = 5
 MIN_LONG_RUNS = 3
 LONG_RUN_S = 0.3
 log = logging.getLogger("penstock.trial")
-
-
-class Values(msgspec.Struct, array_like=True):
-    """A tensor; BYTES with lengths, as on the wire."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @classmethod
-    def of(cls, name: str, datatype: str, array: Array) -> Values:
-        return cls(name, datatype, array.shape, bytes(from_array(name, datatype, array).data))
-
-    def array(self) -> Array:
-        return to_array(Tensor(self.name, self.datatype, self.shape, self.data))
 
 
 class PrepareTrial(msgspec.Struct, tag="prepare"):
@@ -277,16 +262,16 @@ def _values(specs: Sequence[TensorSpec], found: Mapping[str, Array]) -> list[Val
     return [Values.of(spec.name, spec.datatype, np.asarray(found[spec.name])) for spec in specs]
 
 
+@dataclass(slots=True)
 class Child:
     """Handles one request at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._trial: Trial | None = None
+    sock: socket.socket
+    trial: Trial | None = None
 
     def serve(self) -> None:
         decoder = msgspec.msgpack.Decoder(Question)
-        while (data := framing.receive(self._sock)) is not None:
+        while (data := framing.receive(self.sock)) is not None:
             try:
                 answer = self._answer(decoder.decode(data))
             except ConfigError as error:
@@ -296,7 +281,7 @@ class Child:
             except Exception as error:  # Anything a model raises is reported.
                 log.error("the model raised %s", type(error).__name__, exc_info=error)
                 answer = TrialFailed([f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]])
-            framing.send(self._sock, msgspec.msgpack.encode(answer))
+            framing.send(self.sock, msgspec.msgpack.encode(answer))
 
     def _answer(self, question: Question) -> Answer:
         match question:
@@ -304,24 +289,24 @@ class Child:
                 backend(question.backend)
                 return TrialDone()
             case LoadTrial():
-                self._trial = Trial(question.config)
-                return TrialLoaded(self._trial.proof, self._trial.load_s)
+                self.trial = Trial(question.config)
+                return TrialLoaded(self.trial.proof, self.trial.load_s)
             case Package():
                 package(question)
                 return TrialDone()
-        assert self._trial is not None, "nothing is loaded"
+        assert self.trial is not None, "nothing is loaded"
         match question:
             case Inspect():
-                return Inspected(self._trial.inspect(question))
+                return Inspected(self.trial.inspect(question))
             case Hold():
-                self._trial.hold(question)
+                self.trial.hold(question)
                 return TrialDone()
             case Compute():
-                return Computed(self._trial.compute(question))
+                return Computed(self.trial.compute(question))
             case Keep():
-                return Kept(self._trial.keep(question.folder))
+                return Kept(self.trial.keep(question.folder))
             case Measure():
-                return self._trial.measure(question)
+                return self.trial.measure(question)
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
 from penstock.types import Array
 from penstock.wire.frames import Proof
+from penstock.wire.v2_client import Values
 
 # Compilers take minutes; a model that is silent for this long hangs.
 LOAD_TIMEOUT_S = 900.0
@@ -174,16 +175,19 @@ def compute(
     child: TrialProcess, build: Build, served: ServedRows, indices: Sequence[int]
 ) -> list[dict[str, Array]]:
     """Run these rows, which have equal shapes, as one batch; return answers in the same order, each
-    with a batch dimension of 1."""
+    with a batch dimension of 1, cropped to its row's own length."""
     values = stacked(build.config, [served.rows[index] for index in indices])
     child.send(messages.Compute(values, len(indices), [served.lengths[index] for index in indices]))
     computed = child.expect(messages.Computed).rows
     if len(computed) != len(indices):
         raise BackendFailed(f"{build.candidate}: {len(computed)} answers to {len(indices)} rows")
-    return [
-        _cut_back(outputs, served.crops, served.lengths[index])
-        for index, outputs in zip(indices, computed, strict=True)
-    ]
+    found: list[dict[str, Array]] = []
+    for index, outputs in zip(indices, computed, strict=True):
+        arrays = {each.name: each.array()[None] for each in outputs}
+        if length := served.lengths[index]:
+            arrays = {n: cropped(n, each, served.crops, length) for n, each in arrays.items()}
+        found.append(arrays)
+    return found
 
 
 def times(
@@ -266,10 +270,6 @@ class TrialProcess:
     def is_padded(self) -> bool:
         may_pad = self.rules.may_pad and not self.proof.unpadded
         return self.config.padding is not None and may_pad
-
-    def prepare(self) -> None:
-        """Make it import the backend; expect `TrialDone` before any other request."""
-        self.send(messages.PrepareTrial(self.config.backend))
 
     def load(self, run_timeout_s: float | None = None) -> messages.TrialLoaded:
         """Load the model. Later requests have this timeout; None: the default."""
@@ -465,9 +465,9 @@ def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> f
 # Rows to batches.
 
 
-def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[messages.Values]:
+def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
     """Stack the model's inputs of rows with equal shapes; other fields are not sent."""
-    values: list[messages.Values] = []
+    values: list[Values] = []
     for spec in config.inputs:
         if spec.name not in rows[0]:
             if spec.is_optional:
@@ -475,7 +475,7 @@ def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[messages.Values]:
             raise ConfigError([f"input '{spec.name}': missing; a row has {sorted(rows[0])}"])
         arrays = [np.asarray(row[spec.name]) for row in rows]
         array = np.stack(arrays) if config.max_batch_size else arrays[0]
-        values.append(messages.Values.of(spec.name, spec.datatype, array))
+        values.append(Values.of(spec.name, spec.datatype, array))
     return values
 
 
@@ -520,16 +520,6 @@ def _filled(
     axes, pairs = config.padding.axes, list(zip(rows, buckets, strict=True))
     sent = [padded(config, row, bucket) if bucket else row for row, bucket in pairs]
     return sent, [(length_of(row, axes) or 0) if bucket else 0 for row, bucket in pairs]
-
-
-def _cut_back(
-    outputs: Sequence[messages.Values], crops: Collection[Crop], length: int
-) -> dict[str, Array]:
-    """Return one row's answer with a batch dimension of 1, cropped to its own length."""
-    arrays = {each.name: each.array()[None] for each in outputs}
-    if not length:
-        return arrays
-    return {name: cropped(name, array, crops, length) for name, array in arrays.items()}
 
 
 def _spread(keys: Sequence[int], most: int) -> list[int]:

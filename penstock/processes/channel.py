@@ -6,12 +6,17 @@ One datagram is one frame. Knows nothing of their content.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from penstock.wire.frames import MAX_FRAME_BYTES
 
 SOCKET_BUFFER_BYTES = 4 << 20
+# Datagrams read per turn of the loop, so that a busy process does not starve others.
+MAX_TURN_DATAGRAMS = 16
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -23,21 +28,50 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-class Sender:
-    """Sends datagrams in order; queues them while the socket is full. Datagrams to a dead worker
-    are dropped: the reader is about to notice its death."""
+class Datagrams:
+    """One end of a socket pair on an event loop. `received` gets every datagram and returns whether
+    the next one may wait for the next turn of the loop; `lost` is called when the other end has
+    closed. Datagrams are sent in order, queued while the socket is full, dropped if it is lost."""
 
-    __slots__ = ("_loop", "_sock", "_unsent")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        received: Callable[[memoryview], object],
+        lost: Callable[[], None],
+    ) -> None:
         self._loop = loop
         self._sock = sock
+        self._received = received
+        self._lost = lost
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        # Mapped, not allocated: only touched pages cost memory.
+        self._view = memoryview(mmap.mmap(-1, MAX_FRAME_BYTES))
+        loop.add_reader(sock.fileno(), self.read)
 
     @property
     def num_waiting(self) -> int:
         """Datagrams that are queued because the socket is full."""
         return len(self._unsent)
+
+    def read(self, reads_all: bool = False) -> None:
+        """Handle pending datagrams: as many as one turn of the loop has time for, or all."""
+        num_read = 0
+        while True:
+            try:
+                size = self._sock.recv_into(self._view)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                size = 0
+            if size == 0:
+                self._loop.remove_reader(self._sock.fileno())
+                self._lost()
+                return
+            num_read += 1
+            may_wait = self._received(self._view[:size]) or num_read >= MAX_TURN_DATAGRAMS
+            if may_wait and not reads_all:
+                return
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send now, or when the socket has room. The caller may close `fds` afterwards."""
@@ -48,10 +82,11 @@ class Sender:
             self._loop.add_writer(self._sock.fileno(), self._flush)
 
     def close(self) -> None:
-        """Drop queued datagrams. Call it before the socket is closed."""
+        """Stop reading and drop queued datagrams. Call it before the socket is closed."""
         for _, fds in self._unsent:
             _close_all(fds)
         self._unsent.clear()
+        self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
 
     def _flush(self) -> None:

@@ -1,6 +1,6 @@
 """A child process with the socket to it, on an event loop: frames in and out, and its end.
 
-Workers, engines and renderers are children. Knows nothing of what the frames say.
+Workers, fronts, engines and renderers are children. Knows nothing of what the frames say.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import mmap
 import resource
 import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.processes.channel import Sender
-from penstock.wire.frames import MAX_FRAME_BYTES
+from penstock.processes.channel import Datagrams
 
 log = logging.getLogger("penstock.processes")
 
@@ -37,10 +35,9 @@ class Life(Protocol):
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
 
 
-class ChildProcess:
-    """One life. `received` gets every datagram, also those sent before the death, and returns
-    whether the next one may wait for the next iteration of the loop; then `died` gets the reason of
-    the death. OSError if it cannot be started."""
+class ChildProcess(Datagrams):
+    """One life. `received` gets every datagram, also those sent before the death; then `died` gets
+    the reason of the death. OSError if it cannot be started."""
 
     def __init__(
         self,
@@ -49,36 +46,10 @@ class ChildProcess:
         received: Callable[[memoryview], object],
         died: Callable[[str], None],
     ) -> None:
-        self._loop = loop
-        self._received = received
         self._on_death = died
         self._is_dead = asyncio.Event()
-        # Mapped, not allocated: only touched pages cost memory.
-        self._buffer = mmap.mmap(-1, MAX_FRAME_BYTES)
-        self._view = memoryview(self._buffer)
         self.life = start_life(loop, self._died)
-        self._sock = self.life.sock
-        self._sender = Sender(loop, self._sock)
-        # Sends now, or when the socket has room.
-        self.send = self._sender.send
-        loop.add_reader(self._sock.fileno(), self.read)
-
-    def read(self) -> None:
-        """Handle pending datagrams."""
-        while True:
-            try:
-                size = self._sock.recv_into(self._buffer)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                size = 0
-            if size == 0:
-                self._loop.remove_reader(self._sock.fileno())
-                if not self._is_dead.is_set():
-                    self.life.socket_closed()
-                return
-            if self._received(self._view[:size]) and not self._is_dead.is_set():
-                return
+        super().__init__(loop, self.life.sock, received, self.life.socket_closed)
 
     async def wait(self, seconds: float) -> None:
         """Wait for a child that was asked to stop; kill it after this time."""
@@ -92,12 +63,12 @@ class ChildProcess:
 
     def _died(self, reason: str) -> None:
         self._is_dead.set()
+        self._lost = lambda: None
         try:
-            self.read()
+            self.read(reads_all=True)
         except Exception:  # Its death must be noticed in any case.
             log.exception("the last frames of a process cannot be read")
-        self._loop.remove_reader(self._sock.fileno())
-        self._sender.close()
+        self.close()
         self._sock.close()
         self._on_death(reason)
         # It refers back to this: without the garbage collector neither would be freed.

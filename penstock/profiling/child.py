@@ -4,13 +4,15 @@ around the model. Started by `profiler`, which reads the files it writes."""
 from __future__ import annotations
 
 import signal
-import statistics
 import sys
+import time
 import timeit
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from threading import Event
 
 import msgspec
 
@@ -23,13 +25,15 @@ from penstock.config import CPU, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.shapes import THREADS
 from penstock.profiling import onnx_times, openvino_times, profiler, roofline, torch_times, trace
-from penstock.profiling.path import buckets_of
 from penstock.profiling.peaks import peaks_of
-from penstock.profiling.profiler import Packed, ProfileFailed, ProfileJob, unpacked
-from penstock.profiling.results import Profile
+from penstock.profiling.profiler import ProfileFailed, ProfileJob
+from penstock.profiling.results import Profile, RequestPhase
 from penstock.profiling.roofline import RooflineInput
 from penstock.profiling.work import Timed
-from penstock.types import from_array
+from penstock.serving.local import LocalModel
+from penstock.types import Request, Response, TensorSpec
+from penstock.wire.v2 import Codec
+from penstock.wire.v2_client import Values, encode_infer
 
 NUM_WARM_UP = 3
 # Batches per slot while several are in flight.
@@ -37,6 +41,7 @@ NUM_FLIGHTS = 4
 # Longest time to repeat a slow run.
 MAX_MEASURE_S = 20.0
 MIN_RUNS = 3
+TIMEOUT_S = 300.0
 TORCH_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
@@ -55,13 +60,13 @@ def main() -> None:
 def profiled(job: ProfileJob) -> Profile:
     served = profiler.read_config(Path(job.folder))
     config, job, sent = served.model, _of_the_model(served, job), _sent(served, job)
-    batch = Batch({each.name: unpacked(each) for each in job.tensors}, job.num_rows)
+    batch = Batch({each.name: each.array() for each in job.tensors}, job.num_rows)
     runner = backends.backend(config.backend)(config)
     # Before any other runner: torch has one thread count for the whole process.
     built = dict(runner.built())
     num_threads = _num_threads(config, built)
     alone = _timed_alone(runner, batch, job.num_runs)
-    num_runs, total_s = len(alone), statistics.median(alone)
+    num_runs, total_s = len(alone), median(alone)
     timed = _operators(config, runner, batch, num_runs, built)
     runner.close()
     alone_s = _single_thread(config, batch, num_runs, num_threads)
@@ -119,7 +124,7 @@ def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     is sent: the rows with the most common shapes."""
     if config.preprocess is None:
         return job
-    inputs = {each.name: unpacked(each) for each in job.tensors}
+    inputs = {each.name: each.array() for each in job.tensors}
     rows = [inputs]
     if config.max_batch_size:
         rows = [{name: each[n] for name, each in inputs.items()} for n in range(job.num_rows)]
@@ -128,12 +133,11 @@ def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:
     return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
 
 
-def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Packed]:
+def _sent(config: ModelConfig, job: ProfileJob) -> Sequence[Values]:
     """Return a request's tensors: one row if processed, as answers may differ in shape."""
     if not config.is_processed or not config.max_batch_size:
         return job.tensors
-    rows = [from_array(each.name, each.datatype, unpacked(each)[:1]) for each in job.tensors]
-    return list(map(profiler.packed, rows))
+    return [Values.of(each.name, each.datatype, each.array()[:1]) for each in job.tensors]
 
 
 def _queue_delay_s(config: ModelConfig) -> float:
@@ -203,9 +207,66 @@ def _single_thread(
     options = {**config.options, option: "1"}
     runner = backends.backend(config.backend)(replace(config, options=options))
     try:
-        return statistics.median(_timed_alone(runner, batch, max(MIN_RUNS, num_runs // 2)))
+        return median(_timed_alone(runner, batch, max(MIN_RUNS, num_runs // 2)))
     finally:
         runner.close()
+
+
+class TimedSender:
+    """Sends requests one after the other through the server's codec, batcher and worker loop in
+    this process, and records the time of each part; sockets are left out."""
+
+    def __init__(self, config: ModelConfig, tensors: Sequence[Values]) -> None:
+        self._codec = Codec()
+        self._specs: Sequence[TensorSpec] = config.outputs
+        # If there is a function, it takes by far most of that part.
+        before = "preprocess" if config.preprocess else "copy in"
+        self._names = (before, "postprocess" if config.postprocess else "copy out")
+        self._head, self._body = encode_infer(tensors)
+        self._is_answered = Event()
+        self._error: PenstockError | None = None
+        self._encode_s = 0.0
+        # For each request, its seconds by part, in the order it passes them.
+        self.requests: list[dict[str, float]] = []
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        """Record the answer; called on the model's thread."""
+        if isinstance(answer, PenstockError):
+            self._error = answer
+        else:
+            began = time.perf_counter()
+            self._codec.encode_answer(request, answer, self._specs)
+            self._encode_s = time.perf_counter() - began
+        if final:
+            self._is_answered.set()
+
+    def send(self, model: LocalModel) -> None:
+        self._is_answered.clear()
+        began = time.perf_counter()
+        request = self._codec.decode_infer(self._body, self._head, self, time.monotonic())
+        decode_s = time.perf_counter() - began
+        model.send(request)
+        if not self._is_answered.wait(TIMEOUT_S):
+            raise PenstockError(f"no answer within {TIMEOUT_S:g} s")
+        if self._error is not None:
+            raise self._error
+        timings = request.timings
+        before, after = self._names
+        parts = {"decode": decode_s, "queue": max(0.0, timings.dispatched - timings.queued)}
+        parts |= {before: timings.compute_input_s, "compute": timings.compute_infer_s}
+        self.requests.append(parts | {after: timings.compute_output_s, "encode": self._encode_s})
+
+
+def buckets_of(
+    config: ModelConfig, folder: Path, tensors: Sequence[Values], num_runs: int
+) -> list[RequestPhase]:
+    """Return the median time of each part, in the order a request passes them."""
+    sender = TimedSender(config, tensors)
+    with LocalModel(str(folder), config.version) as model:
+        for _ in range(NUM_WARM_UP + num_runs):
+            sender.send(model)
+    counted = sender.requests[NUM_WARM_UP:]
+    return [RequestPhase(name, median(each[name] for each in counted)) for name in counted[0]]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.profiling.profiler import check_single, read_config
+from penstock.profiling.profiler import SAY_WHICH, read_config
 from penstock.repository import layout
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource, resolve
@@ -29,9 +29,10 @@ def opened(model: str, name: str = "", num_threads: int | None = None) -> Iterat
 
 
 def _from_folder(source: ModelSource) -> Path:
-    found = source.read().folders
-    check_single(source.path, found)
-    return source.path if source.kind is ModelKind.VERSION_FOLDER else next(iter(found.values()))
+    found = source.read()
+    config = found.only(source.path, "", SAY_WHICH)
+    is_version = source.kind is ModelKind.VERSION_FOLDER
+    return source.path if is_version else found.folders[config.name]
 
 
 def _from_file(source: ModelSource, made: Path) -> Path:

@@ -4,41 +4,33 @@ profiler raises an error here and harms nothing else."""
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from penstock import units
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.simulate import fitted
+from penstock.optimizer.trials import shape_groups, stacked
 from penstock.processes.tool import ToolProcess
 from penstock.profiling.results import Profile
 from penstock.repository import layout
 from penstock.system import devices
-from penstock.types import Array, Tensor, from_array, to_array
+from penstock.types import Array
+from penstock.wire.v2_client import Values
 
 CHILD = "penstock.profiling.child"
 TIMEOUT_S = 900.0
-
-
-class Packed(msgspec.Struct):
-    """A tensor for the child process."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    data: bytes
+SAY_WHICH = "say which by --model"
 
 
 class ProfileJob(msgspec.Struct):
     """The child's job. Its output files are given by path."""
 
     folder: str
-    tensors: list[Packed]
+    tensors: list[Values]
     num_rows: int
     batch: str
     num_runs: int
@@ -84,54 +76,25 @@ def profile_build(
 
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of the newest version of the one model there."""
-    found = layout.read(folder)
-    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
-    if problems:
-        raise ConfigError(problems)
-    check_single(folder, found.folders)
-    return found.configs[-1]
-
-
-def check_single(path: Path, names: Collection[str]) -> None:
-    """Raise ConfigError if there are several models."""
-    if len(names) > 1:
-        raise ConfigError([f"{path}: holds {layout.listed(sorted(names))}; say which by --model"])
+    return layout.read(folder).only(folder, "", SAY_WHICH)
 
 
 def make_batch(
     config: ModelConfig, rows: Sequence[Mapping[str, Array]]
-) -> tuple[list[Packed], int, str]:
+) -> tuple[list[Values], int, str]:
     """Return one request made of the rows: its tensors, the number of rows, and a description."""
     if not rows:
         raise ConfigError(["nothing to profile with: expected at least one example"])
     if config.max_batch_size == 0:
         chosen = list(rows[:1])
     else:
-        forms = [str([np.shape(row[name]) for name in sorted(row)]) for row in rows]
-        commonest = Counter(forms).most_common(1)[0][0]
-        alike = [row for row, form in zip(rows, forms, strict=True) if form == commonest]
-        chosen = alike[: config.max_batch_size]
-    tensors = []
-    for spec in config.inputs:
-        if spec.name not in chosen[0]:
-            if spec.is_optional:
-                continue
-            raise ConfigError([f"input '{spec.name}': the examples do not have it"])
-        arrays = [row[spec.name] for row in chosen]
-        array = np.stack(arrays) if config.max_batch_size else np.asarray(arrays[0])
-        tensors.append(packed(from_array(spec.name, spec.datatype, array)))
+        alike = max(shape_groups(config, rows, len(rows)), key=len)
+        chosen = [rows[index] for index in alike[: config.max_batch_size]]
+    tensors = stacked(config, chosen)
     return tensors, len(chosen), _described(tensors, len(chosen), config)
 
 
-def packed(tensor: Tensor) -> Packed:
-    return Packed(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data))
-
-
-def unpacked(each: Packed) -> Array:
-    return to_array(Tensor(each.name, each.datatype, each.shape, each.data))
-
-
-def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) -> str:
+def _described(tensors: Sequence[Values], num_rows: int, config: ModelConfig) -> str:
     start = 1 if config.max_batch_size else 0
     sizes = ["x".join(map(str, each.shape[start:])) or "scalar" for each in tensors]
     shapes = [f"{each.name} {size}" for each, size in zip(tensors, sizes, strict=True)]

@@ -82,11 +82,8 @@ def write(logger: logging.Logger, protocol: str, fields: dict[str, object]) -> N
 
 def _spans(timings: Timings) -> dict[str, float]:
     """Return the timings; stages that were not reached are left out."""
-    reached = {
-        "decode": timings.queued,
-        "queue": timings.dispatched,
-        "compute": timings.compute_infer_s,
-    }
+    queued, dispatched = timings.queued, timings.dispatched
+    reached = {"decode": queued, "queue": dispatched, "compute": timings.compute_infer_s}
     total_s = (timings.completed or time.monotonic()) - timings.received
     phases = timings.phases().items()
     return {"total": total_s, **{name: s for name, s in phases if reached.get(name.split("_")[0])}}

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class ChoiceLogprobs:
-    """Names tokens in the order in which they are given. `has_prompt`: those of the prompt are the
-    first."""
+    """Names tokens in the order given. `has_prompt`: those of the prompt are the first."""
 
     def __init__(self, vocabulary: Vocabulary, generation: Generation, has_prompt: bool) -> None:
         tokens = generation.request.tokens

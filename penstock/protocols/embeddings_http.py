@@ -25,6 +25,7 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error
 from penstock.protocols.text_answers import counted
 from penstock.serving.catalog import Catalog
+from penstock.serving.padding import bf16_floats
 from penstock.serving.served import Served
 from penstock.types import (
     CANCELLED,
@@ -78,7 +79,7 @@ class EmbeddingsHttp:
                 text = f"dimensions is {asked.dimensions}; expected at most {size}"
                 raise InvalidRequest(text, "dimensions")
         answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged)
-        exchange.waiter = answer
+        exchange.abandon = answer.abandon
         answer.begin(texts)
 
 
@@ -97,8 +98,7 @@ class Embedder:
 
 
 def embedder_of(config: ModelConfig) -> Embedder:
-    """Return how to ask a model for vectors. InvalidRequest, with its inputs and outputs, if it is
-    not an embedding model."""
+    """Return how to ask a model for vectors. InvalidRequest if it is not an embedding model."""
     kind = CLASSIFIERS.get(config.postprocess.function) if config.postprocess else None
     if kind is not None:
         raise InvalidRequest(
@@ -236,7 +236,7 @@ def vectors_of(answer: Response, name: str) -> Vectors:
     (tensor,) = [each for each in answer.outputs if each.name == name]
     array: Array = to_array(tensor)
     if tensor.datatype == "BF16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
+        array = bf16_floats(array)
     found: Vectors = np.array(array, dtype=np.float32).reshape(-1, array.shape[-1])
     if not np.isfinite(found).all():
         raise BackendFailed("the model gave a vector with numbers that are not finite")

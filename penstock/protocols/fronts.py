@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,15 +21,15 @@ import msgspec
 
 from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
 from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
-from penstock.processes.child import Life, StartLife
+from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
-from penstock.processes.restarts import MAX_LOAD_DEATHS, backoff_s, deaths_in_a_row
+from penstock.processes.restarts import MAX_LOAD_DEATHS, CrashLoop
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_reader import MessageHead
-from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
 from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.scrape import FrontUse
@@ -129,8 +128,7 @@ def http_spec(
 
 @dataclass(frozen=True, slots=True)
 class CoreApi:
-    """The core, as its fronts call it. `http` handles messages of HTTP fronts; `gate` resolves
-    the names of callers."""
+    """The core, as fronts call it. `http` answers messages of HTTP fronts; `gate` names callers."""
 
     management: ManagementApi
     http: Handler | None = None
@@ -257,10 +255,11 @@ class Session:
         self,
         core: CoreApi,
         spec: FrontSpec,
-        life: Life,
         segments: tuple[Segment, Segment],
         notify: Callable[[frames.FromFront], None],
+        died: Callable[[str], None],
     ) -> None:
+        """OSError if the process cannot be started."""
         self._core = core
         self._catalog = core.management.catalog
         self.lifecycle = core.management.lifecycle
@@ -271,11 +270,9 @@ class Session:
         self._calls: dict[int, FrontCall] = {}
         self.relays: dict[int, Relay] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
-        self._is_open = True
-        self.life = life
-        self.line: Line[frames.FromFront] = Line(
-            life.sock, frames.decode_all_from_front, self._receive, self._lost
-        )
+        loop = asyncio.get_running_loop()
+        self.child = ChildProcess(loop, spec.start_life, self._hear, died)
+        self.line = Line(self.child.send)
 
     @property
     def num_running(self) -> int:
@@ -284,17 +281,14 @@ class Session:
         return num_asked + self._outbox.num_waiting
 
     def open(self, frame: frames.OpenFront) -> None:
-        fds = [self._requests.fd, self._answers.fd]
         try:
-            socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
+            self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd))
         except OSError as error:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)
-            self.life.kill()
+            self.child.life.kill()
 
     def close(self) -> None:
         """Cancel the requests of a front that has exited."""
-        self._is_open = False
-        self.line.read()  # Frames sent before it exited still count.
         self.line.close()
         for call in list(self._calls.values()):
             call.model.cancel(call.request)
@@ -305,7 +299,6 @@ class Session:
             relay.exchange.leave()
         for question in self._questions.values():
             question.cancel()
-        self.life.sock.close()
         self._requests.close()
         self._answers.close()
 
@@ -324,16 +317,14 @@ class Session:
     def reply(
         self, number: int, answer: Response, is_final: bool, timings: Timings | None = None
     ) -> None:
-        if not self._is_open:
+        if not self.line.is_open:
             return
         if is_final:
             self._calls.pop(number, None)
 
         def send(parcel: frames.Parcel) -> None:
-            parameters = dict(answer.parameters or {})
-            frame = frames.InferReply(
-                number, parcel, answer.model_name, answer.model_version, parameters
-            )
+            named, parameters = (answer.model_name, answer.model_version), answer.parameters
+            frame = frames.InferReply(number, parcel, *named, dict(parameters or {}))
             frame.is_final = is_final
             if timings is not None:
                 waits = (timings.queued, timings.dispatched, timings.instance_wait_s)
@@ -350,9 +341,8 @@ class Session:
         except PenstockError as error:
             self.refuse(number, BackendFailed(f"the answer: {error}"))
 
-    def _lost(self) -> None:
-        if self._is_open:
-            self.life.socket_closed()
+    def _hear(self, data: memoryview) -> None:
+        handle_all(frames.decode_all_from_front(data), self._receive)
 
     def _receive(self, frame: frames.FromFront) -> None:
         match frame:
@@ -419,7 +409,7 @@ class Session:
 
         try:
             body = await self._core.answer(ask)
-            if self._is_open:
+            if self.line.is_open:
                 self.post(ask.call, body, reply)
         except PenstockError as error:
             kind, text = type(error).__name__, str(error)[:MAX_TEXT]
@@ -468,11 +458,10 @@ class Front:
         self._ticker: asyncio.TimerHandle | None = None
         self._silence = Silence(START_S, self._loop.time())
         self._first_listening: asyncio.Future[None] = self._loop.create_future()
-        self._dead = asyncio.Event()
         self._is_stopping = False
         self._listening_at: float | None = None
         self._problems: tuple[str, ...] = ()
-        self._num_deaths = 0
+        self._crashes = CrashLoop()
         self.num_restarts = 0
         # As of the front's last Pong.
         self.num_connections = 0
@@ -480,16 +469,13 @@ class Front:
 
     @property
     def pid(self) -> int:
-        return self._session.life.pid if self._session is not None else 0
+        return self._session.child.life.pid if self._session is not None else 0
 
     def use(self) -> FrontUse:
-        spec = self._spec
+        spec, number = self._spec, str(self._spec.number or "")
         # The gRPC library does not report its number of connections.
-        num_connections = None if spec.protocol == "grpc" else self.num_connections
-        number = str(spec.number or "")
-        return FrontUse(
-            spec.protocol, self.num_restarts, number, num_connections, spec.name, self.pid
-        )
+        clients = None if spec.protocol == "grpc" else self.num_connections
+        return FrontUse(spec.protocol, self.num_restarts, number, clients, spec.name, self.pid)
 
     @property
     def num_running(self) -> int:
@@ -516,9 +502,10 @@ class Front:
         with contextlib.ExitStack() as undo:
             requests = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
             answers = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
-            life = self._spec.start_life(self._loop, self._died)
+            memory = requests, answers
+            session = Session(self._core, self._spec, memory, self._receive, self._died)
             undo.pop_all()
-        return Session(self._core, self._spec, life, (requests, answers), self._receive)
+        return session
 
     async def listening(self) -> None:
         """Wait until the front listens; ConfigError if it cannot."""
@@ -544,16 +531,9 @@ class Front:
         for timer in (self._timer, self._ticker):
             if timer is not None:
                 timer.cancel()
-        session = self._session
-        if session is None:
-            return
-        session.line.send(frames.Stop())
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._dead.wait()
-        except TimeoutError:
-            session.life.kill()
-            await self._dead.wait()
+        if self._session is not None:
+            self._session.line.send(frames.Stop())
+            await self._session.child.wait(STOP_TIMEOUT_S)
 
     def _receive(self, frame: frames.FromFront) -> None:
         match frame:
@@ -579,10 +559,10 @@ class Front:
         session = self._session
         if session is None:
             return
-        session.line.read()  # The Pong may have arrived while this loop was busy.
+        session.child.read()  # The Pong may have arrived while this loop was busy.
         if self._silence.is_over(self._loop.time()):
             log.error("the %s hangs; killing pid %d", self._spec.name, self.pid)
-            session.life.kill()
+            session.child.life.kill()
         else:
             session.line.send(frames.Ping())
 
@@ -590,29 +570,25 @@ class Front:
         assert self._session is not None
         self._session.close()
         self._session = None
-        if self._is_stopping:
-            self._dead.set()
-            return
-        self._restart(reason)
+        if not self._is_stopping:
+            self._restart(reason)
 
     def _restart(self, reason: str) -> None:
         """Restart after a crash or a failed start, whose cause may be temporary."""
         since = self._listening_at
         well_s = self._loop.time() - since if since is not None else 0.0
-        self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)
-        if not self._first_listening.done() and (
-            self._problems or self._num_deaths >= MAX_LOAD_DEATHS
-        ):
+        self._crashes.died(well_s)
+        is_given_up = self._problems or self._crashes.num_deaths >= MAX_LOAD_DEATHS
+        if is_given_up and not self._first_listening.done():
             problems = self._problems or (
                 f"the {self._spec.name} {reason} while starting, {MAX_LOAD_DEATHS} times",
             )
             self._first_listening.set_exception(ConfigError(problems))
             return
-        delay_s = backoff_s(self._num_deaths)
+        delay_s = self._crashes.delay_s
         why = "; ".join(self._problems) or reason
-        log.warning(
-            "the %s %s; restart in %.1f s", self._spec.name, why, delay_s, extra={"reason": why}
-        )
+        text, extra = "the %s %s; restart in %.1f s", {"reason": why}
+        log.warning(text, self._spec.name, why, delay_s, extra=extra)
         self.num_restarts += 1
         self._timer = self._loop.call_later(delay_s, self.start)
 

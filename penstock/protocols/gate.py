@@ -124,9 +124,8 @@ class Gate:
             return
         caller = self.caller(headers)
         if not caller:
-            raise NotAllowed(
-                "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
-            )
+            text = "this needs an API key: Authorization: Bearer <key>, or X-API-Key"
+            raise NotAllowed(text, needs_key=True)
         self.check_caller(scope, caller)
 
     def scopes_of(self, headers: Mapping[bytes, bytes]) -> list[str]:

@@ -49,8 +49,7 @@ RouteHandler = Callable[[RouteCall], Awaitable[Reply]]
 
 
 class HandlerTasks:
-    """Runs handlers and sends their replies. A client that disconnects cancels its task; `close`
-    cancels all."""
+    """Runs handlers and replies. A client that leaves cancels its task; `close` cancels all."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,7 +58,7 @@ class HandlerTasks:
         task = asyncio.get_running_loop().create_task(self._run(exchange, handler, match))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        exchange.waiter = _Cancelling(task)
+        exchange.abandon = task.cancel
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -79,14 +78,6 @@ class HandlerTasks:
             exchange.reply(reply.status, headers + reply.headers, (reply.body,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cancelling:
-    task: asyncio.Task[None]
-
-    def abandon(self) -> None:
-        self.task.cancel()
-
-
 def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
@@ -100,10 +91,8 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
     """Return the handlers by their names in the route table."""
 
     async def answer(call: RouteCall) -> Reply:
-        match = call.match
-        asked = ManagementCall(
-            match.route.handler, match.model_name, match.model_version, _parameters(call)
-        )
+        match, action = call.match, call.match.route.handler
+        asked = ManagementCall(action, match.model_name, match.model_version, _parameters(call))
         return Reply(await management.answer(asked))
 
     async def metrics(call: RouteCall) -> Reply:
@@ -112,11 +101,8 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
     async def refuse(call: RouteCall) -> Reply:
         raise unsupported(call.match.route.handler)
 
-    return {
-        **dict.fromkeys(management.actions, answer),
-        **dict.fromkeys(MISSING, refuse),
-        "metrics": metrics,
-    }
+    own = dict.fromkeys(management.actions, answer)
+    return {**own, **dict.fromkeys(MISSING, refuse), "metrics": metrics}
 
 
 def _parameters(call: RouteCall) -> Mapping[str, Parameter]:

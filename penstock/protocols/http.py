@@ -37,12 +37,6 @@ _STATUS_LINES = {
 JSON = b"Content-Type: application/json\r\n"
 
 
-class Waiter(Protocol):
-    """Works on the answer of an exchange."""
-
-    def abandon(self) -> None: ...
-
-
 class Peer(Protocol):
     """The sender of a message: a connection, or the front that holds it."""
 
@@ -58,7 +52,7 @@ class Peer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One message and its answer. `waiter` is notified if the client disconnects before it."""
+    """One message and its answer. `abandon` is called if the client disconnects before it."""
 
     _connection: Peer
     head: MessageHead
@@ -68,20 +62,16 @@ class Exchange:
     caller: bytes = b""
     is_finished: bool = False
     is_streaming: bool = False
-    waiter: Waiter | None = None
+    abandon: Callable[[], object] | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
         """Send the whole answer. Buffers are copied before this returns."""
         if self.is_finished:
             return
-        self.is_finished = True
-        # Also breaks the reference cycle exchange, request, sink, so that none waits for the GC.
-        self.waiter = None
         length = 0
         for part in parts:
             length += len(part)
-        connection, head = self._connection, self.head
-        keeps = connection.will_keep_alive(head)
+        head, keeps = self.head, self._connection.will_keep_alive(self.head)
         if not keeps:
             headers += b"Connection: close\r\n"
         if head.method == b"HEAD":
@@ -90,33 +80,33 @@ class Exchange:
             start = b"%b\r\n" % (_status_line(status) + headers)
         else:
             start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
-        connection.finish(b"".join((start, *parts)), keeps)
+        self.pass_on(b"".join((start, *parts)), keeps)
 
     def reply_json(self, body: bytes) -> None:
         self.reply(200, JSON, (body,))
 
     def pass_on(self, data: bytes, keep_alive: bool) -> None:
-        """Send an answer that was written elsewhere, including its head."""
+        """Send an answer with its head, or the end of one; once it is finished, do nothing."""
         if not self.is_finished:
             self.is_finished = True
-            self.waiter = None
+            # Also breaks the reference cycle exchange, request, sink, which only the GC would free.
+            self.abandon = None
             self._connection.finish(data, keep_alive)
 
     def pass_part(self, data: bytes) -> None:
-        """Send the next part of an answer written elsewhere. A client that does not read is
-        disconnected."""
+        """Send the next part of such an answer. A client that does not read is disconnected."""
         if self.is_finished:
             return
         if self._connection.num_unsent > MAX_UNSENT_BYTES:
-            # The waiter is notified when the connection closes.
+            # Whoever works on it is told when the connection closes.
             self.abort()
         else:
             self._connection.write(data)
 
     def leave(self) -> None:
         self.is_finished = True
-        if self.waiter is not None:
-            self.waiter.abandon()
+        if self.abandon is not None:
+            self.abandon()
 
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
         self.reply(status, JSON + headers, (encode_error(text),))
@@ -147,12 +137,8 @@ class Exchange:
             self.pass_part(b"%x\r\n%b\r\n" % (len(part), bytes(part)))
 
     def end_stream(self) -> None:
-        if not self.is_finished:
-            self.is_finished = True
-            self.waiter = None
-            keeps = self._keeps_after_stream()
-            has_end = self.head.method != b"HEAD" and not self.head.is_http_1_0
-            self._connection.finish(b"0\r\n\r\n" if has_end else b"", keeps)
+        has_end = self.head.method != b"HEAD" and not self.head.is_http_1_0
+        self.pass_on(b"0\r\n\r\n" if has_end else b"", self._keeps_after_stream())
 
     def _keeps_after_stream(self) -> bool:
         """Whether the connection survives a stream: HTTP/1.0 ends one by closing it."""
@@ -175,9 +161,8 @@ class Connection(asyncio.Protocol):
         self._limits = server.limits
         self._lifecycle = server.lifecycle
         self._known_heads = server.known_heads
-        self._reader = MessageReader(
-            server.limits, server.screen, self._enqueue, self._expect_continue
-        )
+        limits, screen = server.limits, server.screen
+        self._reader = MessageReader(limits, screen, self._enqueue, self._expect_continue)
         # Set before any other call.
         self._transport: asyncio.Transport
         self._running: Exchange | None = None
@@ -197,7 +182,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
         if not self._server.add(self):
-            transport.write(_refusal(503, "too many connections"))
+            transport.write(refusal(503, "too many connections"))
             self._is_closing = True
             transport.close()
 
@@ -365,7 +350,7 @@ class Connection(asyncio.Protocol):
         self._enqueue(refusal)
 
     def _refuse_now(self, rejection: Rejection) -> None:
-        self.write(_refusal(rejection.status, str(rejection)))
+        self.write(refusal(rejection.status, str(rejection)))
         self.since = self._server.now()
         self.close()
 
@@ -374,6 +359,6 @@ def _status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
-def _refusal(status: int, text: str) -> bytes:
+def refusal(status: int, text: str) -> bytes:
     body, head = encode_error(text), _STATUS_LINES[status] + JSON + b"Connection: close\r\n"
     return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)

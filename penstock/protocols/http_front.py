@@ -66,7 +66,7 @@ class Forwarding:
 
     def start(self) -> None:
         exchange = self._exchange
-        exchange.waiter = self
+        exchange.abandon = self.abandon
         try:
             self._remote.forward(self._message, exchange.body, self._deliver)
         except PenstockError as error:
@@ -119,7 +119,7 @@ class Core:
             return
         request.caller = call.caller
         sink.request = request
-        exchange.waiter = sink
+        exchange.abandon = sink.abandon
         model.submit(request)
 
     def other(self, exchange: Exchange, match: Match) -> None:

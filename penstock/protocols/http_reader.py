@@ -143,8 +143,7 @@ class MessageReader:
 
     def _without_upgrade(self) -> bytes:
         """Restart the message without its Upgrade header, which servers may ignore (RFC 9110,
-        section 7.8). The parser would treat everything after it, including a body, as another
-        protocol."""
+        section 7.8): the parser would take what follows, also a body, for another protocol."""
         parser = self._parser
         start = (parser.get_method(), self._target, parser.get_http_version().encode())
         lines = [b"%b: %b\r\n" % item for item in self._headers.items() if item[0] != b"upgrade"]

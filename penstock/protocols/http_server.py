@@ -35,8 +35,7 @@ class HttpServer:
         lifecycle: Lifecycle | None = None,
     ) -> None:
         """`screen` decides whether a long body is read; if not, the handler gets the head alone.
-        While draining, each connection closes after its next answer; idle ones stay open until
-        then."""
+        While draining, each connection, also an idle one, closes after its next answer."""
         self.handler = handler
         self.screen = screen
         self.limits = limits

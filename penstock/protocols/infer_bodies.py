@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock.config import HttpLimits
 from penstock.errors import InvalidRequest, PenstockError, TooLarge
@@ -13,20 +14,14 @@ from penstock.protocols.infer_http import InferCall
 from penstock.wire import compression
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class InferBodies:
-    """Checks bodies, and inflates those that are compressed: then `infer` gets the call later, or
-    `refuse` its error."""
+    """Checks bodies, and inflates compressed ones: `infer` or `refuse` then hears of them later."""
 
-    def __init__(
-        self,
-        limits: HttpLimits,
-        infer: Callable[[InferCall, Exchange], None],
-        refuse: Callable[[Exchange, object, Refusal], None],
-    ) -> None:
-        self._limits = limits
-        self._infer = infer
-        self._refuse = refuse
-        self._inflating: set[asyncio.Task[None]] = set()
+    _limits: HttpLimits
+    _infer: Callable[[InferCall, Exchange], None]
+    _refuse: Callable[[Exchange, object, Refusal], None]
+    _inflating: set[asyncio.Task[None]] = field(default_factory=set)
 
     def read(self, call: InferCall, exchange: Exchange) -> bool:
         """Check a head that was not seen before. False if its body has to be inflated first."""
@@ -59,21 +54,16 @@ class InferBodies:
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """Return the length of the JSON part; None when it is the whole body."""
-        text = exchange.head.headers.get(b"inference-header-content-length")
-        size = len(exchange.body)
-        if text is None:
-            length = None
-        else:
-            if not text.isdigit() or len(text) > 18:
-                raise InvalidRequest(
-                    "Inference-Header-Content-Length must be a number of bytes, "
-                    f"got '{text.decode('latin-1')}'"
-                )
-            length = int(text)
+        header = "Inference-Header-Content-Length"
+        given = exchange.head.headers.get(header.lower().encode())
+        size, length = len(exchange.body), None
+        if given is not None:
+            if not given.isdigit() or len(given) > 18:
+                text = f"{header} must be a number of bytes, got '{given.decode('latin-1')}'"
+                raise InvalidRequest(text)
+            length = int(given)
             if length > size:
-                raise InvalidRequest(
-                    f"Inference-Header-Content-Length is {length}, the body has {size} bytes"
-                )
+                raise InvalidRequest(f"{header} is {length}, the body has {size} bytes")
         if (size if length is None else length) > self._limits.max_json_bytes:
             raise too_much_json(self._limits, "send large tensors as binary data, or ")
         return length

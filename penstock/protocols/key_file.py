@@ -41,8 +41,7 @@ class KeyFile:
         return read_keys(self._path)
 
     def read_if_changed(self) -> Keys | None:
-        """Return the new keys; None if the file has not changed. ConfigError once for each unusable
-        change."""
+        """Return new keys; None if the file is unchanged. ConfigError once for each bad change."""
         return None if file_stamp(self._path) == self._stamp else self.read()
 
 

@@ -1,7 +1,7 @@
 """The link between the core and a front process: a socket of frames, and tensors in parcels.
 
 Each side writes to its own segment and reads the other's: `Outbox` writes, `unpack` reads, and
-`Line` carries the frames. All of it belongs to one event loop. Also explains why a port is
+`Line` sends the frames. All of it belongs to one event loop. Also explains why a port is
 unavailable.
 """
 
@@ -12,10 +12,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from penstock.errors import ConfigError, TooLarge
-from penstock.processes.channel import Sender
 from penstock.serving.slab import Extents, Segment
 from penstock.types import Tensor
 from penstock.wire import frames
@@ -28,8 +27,6 @@ log = logging.getLogger("penstock.line")
 INLINE_BYTES = 16 * 1024
 # Share of a socket buffer for one datagram.
 MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
-# Datagrams read per turn of the loop, so that a busy front does not starve others.
-MAX_TURN_DATAGRAMS = 16
 
 Received = TypeVar("Received")
 
@@ -75,30 +72,16 @@ def listen_problem(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-class Line(Generic[Received]):
-    """One end of a SOCK_SEQPACKET pair. All frames of one turn of the loop leave as one datagram:
-    waking the other process is the most expensive part of sending. `lost` is called when the other
-    end closes; frames sent afterwards are dropped."""
+class Line:
+    """Sends frames over a SOCK_SEQPACKET pair. All frames of one turn of the loop leave as one
+    datagram: waking the other process is the most expensive part of sending."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        decode: Callable[[memoryview], Sequence[Received]],
-        receive: Callable[[Received], None],
-        lost: Callable[[], None],
-    ) -> None:
-        self._sock = sock
-        self._decode = decode
-        self._receive = receive
-        self._lost = lost
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
         self._loop = asyncio.get_running_loop()
-        self._buffer = bytearray(frames.MAX_FRAME_BYTES)
-        self._view = memoryview(self._buffer)
         self._due: list[bytes] = []
         self._due_bytes = 0
-        self._sender = Sender(self._loop, sock)
-        self._is_open = True
-        self._loop.add_reader(sock.fileno(), self.read)
+        self.is_open = True
 
     def send(self, frame: frames.Frame) -> None:
         """Send at the end of this turn, or when the socket has room. TooLarge if it never will."""
@@ -106,48 +89,33 @@ class Line(Generic[Received]):
         if len(data) > MAX_SENT_BYTES:
             raise TooLarge("the names, the id and the parameters are too large")
         if self._due_bytes + len(data) > MAX_SENT_BYTES:
-            self._send_due()
+            self.flush()
         if not self._due:
-            self._loop.call_soon(self._send_due)
+            self._loop.call_soon(self.flush)
         self._due.append(data)
         self._due_bytes += len(data)
 
-    def read(self) -> None:
-        for _ in range(MAX_TURN_DATAGRAMS):
-            if not self._is_open:
-                return
-            try:
-                size = self._sock.recv_into(self._buffer)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                size = 0
-            if size == 0:
-                self.close()
-                self._lost()
-                return
-            for frame in self._decode(self._view[:size]):
-                try:
-                    self._receive(frame)
-                except Exception:  # Still handle the other frames of the datagram.
-                    log.exception("a frame could not be handled: %s", type(frame).__name__)
-
-    def close(self) -> None:
-        """Close; pending frames are still sent if there is room. Safe to call again."""
-        if self._is_open:
-            self._send_due()
-            self._is_open = False
-            self._loop.remove_reader(self._sock.fileno())
-            self._sender.close()
-
-    def _send_due(self) -> None:
+    def flush(self) -> None:
         if not self._due:
             return
         data = frames.join(self._due)
         self._due.clear()
         self._due_bytes = 0
-        if self._is_open:
-            self._sender.send(data)
+        if self.is_open:
+            self._send(data)
+
+    def close(self) -> None:
+        """Drop pending frames and later ones."""
+        self.is_open = False
+
+
+def handle_all(sent: Sequence[Received], handle: Callable[[Received], None]) -> None:
+    """Handle the frames of a datagram, also if one of them cannot be handled."""
+    for frame in sent:
+        try:
+            handle(frame)
+        except Exception:
+            log.exception("a frame could not be handled: %s", type(frame).__name__)
 
 
 class Outbox:

@@ -19,9 +19,10 @@ from functools import partial
 from types import MappingProxyType
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
+from penstock.processes.channel import Datagrams
 from penstock.processes.start import begin_life, take_part
 from penstock.protocols.gate import Gate, Keys
-from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
 from penstock.serving.slab import Segment
 from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
 from penstock.wire import frames
@@ -76,9 +77,8 @@ class Remote:
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
         self.on_keys: Callable[[Keys], None] = lambda keys: None
-        self._line: Line[frames.ToFront] = Line(
-            sock, frames.decode_all_to_front, self._receive, self.stopped.set
-        )
+        self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set)
+        self._line = Line(self._socket.send)
 
     @property
     def num_running(self) -> int:
@@ -105,7 +105,9 @@ class Remote:
         await self.stopped.wait()
 
     def close(self) -> None:
+        self._line.flush()
         self._line.close()
+        self._socket.close()
 
     async def ask(
         self,
@@ -201,6 +203,9 @@ class Remote:
             return
         self._calls[call] = (request, parcel.offset)
 
+    def _hear(self, data: memoryview) -> None:
+        handle_all(frames.decode_all_to_front(data), self._receive)
+
     def _receive(self, frame: frames.ToFront) -> None:
         match frame:
             case frames.InferReply():
@@ -240,16 +245,10 @@ class Remote:
                 timings.queued, timings.dispatched, timings.instance_wait_s = told[:3]
                 timings.compute_s, timings.completed = (told[3], told[4], told[5]), told[6]
             outputs = unpack(frame.parcel, self._answers)
-            response = Response(
-                frame.model_name, frame.model_version, outputs, frame.parameters or None
-            )
+            named = frame.model_name, frame.model_version
+            response = Response(*named, outputs, frame.parameters or None)
             if request.form is not None and not frame.parameters:
-                response.form = (
-                    request.form,
-                    frame.model_name,
-                    frame.model_version,
-                    frame.parcel.pieces,
-                )
+                response.form = (request.form, *named, frame.parcel.pieces)
             request.respond(response, frame.is_final)
 
     def _forwarded(self, frame: frames.Forwarded) -> None:

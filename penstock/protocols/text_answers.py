@@ -23,7 +23,7 @@ from penstock.errors import (
     PenstockError,
     TooLarge,
 )
-from penstock.llm.generation import Generation, Totals
+from penstock.llm.generation import Generation
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.protocols import access_log
@@ -180,7 +180,7 @@ class GenerateCall(TextCall):
         first.num_following = sum(len(each.tokens) for each in others)
         for each in others:
             each.leader = first.id
-        exchange.waiter = answer
+        exchange.abandon = answer.abandon
         for generation in list(answer.generations):
             if not answer.is_over:
                 model.submit(generation)
@@ -206,7 +206,7 @@ class PromptSink:
     def token(self, event: TokenEvent) -> None:
         self.answer.token(self.number, event, self.echo)
 
-    def finished(self, totals: Totals) -> None:
+    def finished(self, totals: TokenUsage) -> None:
         self.answer.finished(totals)
 
     def failed(self, error: PenstockError) -> None:
@@ -226,8 +226,7 @@ class PartialChoice:
 
 
 class Answer:
-    """The answer to one request of one or several prompts; ends once, with all choices or with an
-    error."""
+    """The answer to a request of one or more prompts; ends once, with all choices or an error."""
 
     def __init__(self, call: GenerateCall) -> None:
         self.exchange = call.exchange
@@ -261,7 +260,7 @@ class Answer:
         self.grow(choice, AnswerChoice(place, text, event.reason or None, logprobs))
         choice.has_begun = True
 
-    def finished(self, totals: Totals) -> None:
+    def finished(self, totals: TokenUsage) -> None:
         known = self.usage
         self.usage = TokenUsage(
             known.num_prompt + totals.num_prompt,
@@ -287,8 +286,7 @@ class Answer:
             self._model.cancel(generation)
 
     def _note(self, error: PenstockError | None) -> None:
-        """Write a line to the access log. A failed stream gets its error's status there, though its
-        client saw 200."""
+        """Write to the access log; a failed stream with its error's status, not the 200 sent."""
         if self.call.is_logged:
             path, received = self.exchange.head.path, self.exchange.received
             what = {**access_log.about(self._model.config), "request_id": self.call.id}

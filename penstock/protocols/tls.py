@@ -12,7 +12,7 @@ import logging
 import re
 import ssl
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,28 +33,23 @@ _PLACE = re.compile(r" \(_?ssl\.c:\d+\)")
 WATCH_S = 1.0
 
 
+@dataclass(slots=True, eq=False)
 class TlsFiles:
     """Certificate chain, private key and optional CA of client certificates. `warns`: log a
     certificate that is not valid at load time; only one process of a server does."""
 
-    def __init__(
-        self,
-        config: TlsConfig,
-        warns: bool = True,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self.config = config
-        self._warns = warns
-        self._now = now
-        self._stamps: dict[str, object] = {}
-        # Validity of the certificate in use.
-        self._validity: Validity | None = None
+    config: TlsConfig
+    warns: bool = True
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+    _stamps: dict[str, object] = field(default_factory=dict)
+    # Validity of the certificate in use.
+    _validity: Validity | None = None
 
     def load(self) -> ssl.SSLContext:
         """Return a context for HTTP. ConfigError names the file that is wrong."""
         context, validity = self._read()
         self._validity = validity
-        if self._warns and (problem := validity.problem(self._now())):
+        if self.warns and (problem := validity.problem(self.now())):
             log.warning("--tls-cert %s: the certificate is %s", self.config.cert, problem)
         return context
 
@@ -66,7 +61,7 @@ class TlsFiles:
             return None
         try:
             context, validity = self._read()
-            now, current = self._now(), self._validity
+            now, current = self.now(), self._validity
             problem = validity.problem(now)
             if problem and current is not None and not current.problem(now):
                 raise ConfigError([f"--tls-cert {self.config.cert}: the new certificate {problem}"])

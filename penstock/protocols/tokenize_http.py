@@ -17,8 +17,7 @@ from penstock.wire.openai_v1 import check_tokens, template_options
 
 @dataclass(frozen=True, slots=True)
 class TokenizeHttp:
-    """Handles requests that have passed the gate. `_find` returns a model by name; without a name,
-    the only one."""
+    """Handles admitted requests. `_find` returns a model by name; without a name, the only one."""
 
     _find: Callable[[str | None], LanguageModel]
 

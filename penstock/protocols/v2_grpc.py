@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -71,13 +72,11 @@ Metadata = Iterable[tuple[str, str | bytes]]
 Answer = Callable[..., Awaitable[Proto]]
 
 
+@dataclass(frozen=True, slots=True)
 class InferWaiter:
     """The sink of one request: `message` resolves to the encoded answer."""
 
-    __slots__ = ("message",)
-
-    def __init__(self) -> None:
-        self.message: asyncio.Future[Proto] = asyncio.get_running_loop().create_future()
+    message: asyncio.Future[Proto]
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if self.message.done():
@@ -140,25 +139,18 @@ class Service:
         self._readers: set[asyncio.Task[None]] = set()
 
     def handler(self) -> Gated:
-        unary = grpc.unary_unary_rpc_method_handler
-        infer_to_bytes = service_pb2.ModelInferResponse.SerializeToString
-        stream_to_bytes = service_pb2.ModelStreamInferResponse.SerializeToString
-        health_to_bytes = health_pb2.HealthCheckResponse.SerializeToString
+        unary, watch = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        infer, health = service_pb2.ModelInferResponse, health_pb2.HealthCheckResponse
+        both, stream = grpc.stream_stream_rpc_method_handler, service_pb2.ModelStreamInferResponse
         methods = {_path(method): self._unary(method) for method in SERVICE.methods}
-        methods |= {
-            f"/{SERVICE.full_name}/ModelInfer": unary(
-                _guarded("ModelInfer", self._infer_once), response_serializer=infer_to_bytes
-            ),
-            f"/{SERVICE.full_name}/ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                self._stream, response_serializer=stream_to_bytes
-            ),
-            f"/{HEALTH.full_name}/Check": unary(
-                _guarded("Check", self._check), response_serializer=health_to_bytes
-            ),
-            f"/{HEALTH.full_name}/Watch": grpc.unary_stream_rpc_method_handler(
-                _guarded("Watch", self._watch), response_serializer=health_to_bytes
-            ),
-        }
+        for service, name, kind, call, answer in (
+            (SERVICE, "ModelInfer", unary, _guarded("ModelInfer", self._infer_once), infer),
+            (SERVICE, "ModelStreamInfer", both, self._stream, stream),
+            (HEALTH, "Check", unary, _guarded("Check", self._check), health),
+            (HEALTH, "Watch", watch, _guarded("Watch", self._watch), health),
+        ):
+            path, to_bytes = f"/{service.full_name}/{name}", answer.SerializeToString
+            methods[path] = kind(call, response_serializer=to_bytes)
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:
@@ -176,7 +168,7 @@ class Service:
     async def _infer(self, data: bytes, caller: bytes, answer: Proto = None) -> Proto:
         """Return the answer to a ModelInferRequest. The core counts all requests, also those that
         cannot be decoded. `answer.id` is set to the request's id as soon as it is known."""
-        waiter, name, version = InferWaiter(), "", ""
+        waiter, name, version = InferWaiter(asyncio.get_running_loop().create_future()), "", ""
         try:
             message = parse(service_pb2.ModelInferRequest, data)
             name, version = message.model_name, message.model_version

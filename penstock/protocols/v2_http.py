@@ -28,8 +28,7 @@ class Router(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
-        """Called once for each inference request, before its body is looked at. QuotaExceeded when
-        the key sends too many."""
+        """Count an inference request before its body is read; QuotaExceeded if too many came."""
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
 
@@ -63,11 +62,8 @@ class Models:
         self._codec = Codec()
         self._tasks = HandlerTasks()
         self._handlers = {**make_handlers(management), **(pages or {})}
-        self._direct = {
-            "openai": handle_openai,
-            "generate": handle_generate,
-            "generate_stream": handle_generate,
-        }
+        generate = dict.fromkeys(("generate", "generate_stream"), handle_generate)
+        self._direct = {"openai": handle_openai, **generate}
         self.close = self._tasks.close
 
     def other(self, exchange: Exchange, match: Match) -> None:
@@ -90,9 +86,8 @@ class Models:
             quotas.check_rate(exchange.caller, exchange.received)
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
-        self._catalog.count_request(
-            call.caller, exchange.received, call.model_name, call.model_version
-        )
+        name, version = call.model_name, call.model_version
+        self._catalog.count_request(call.caller, exchange.received, name, version)
 
     def refuse(self, exchange: Exchange, error: Refusal) -> bool:
         reply_error(exchange, error)
@@ -104,18 +99,17 @@ class Models:
         try:
             if self._lifecycle.is_draining:
                 raise NotReady("the server is shutting down")
+            body, received = exchange.body, exchange.received
             if call.json_bytes == 0:
-                request = decode_raw(exchange.body, model.config, sink, exchange.received)
+                request = decode_raw(body, model.config, sink, received)
             else:
-                request = self._codec.decode_infer(
-                    exchange.body, call.json_bytes, sink, exchange.received
-                )
+                request = self._codec.decode_infer(body, call.json_bytes, sink, received)
         except PenstockError as error:
             model.refused(error, exchange.received)
             raise
         request.caller = call.caller
         sink.request = request
-        exchange.waiter = sink
+        exchange.abandon = sink.abandon
         model.submit(request)
 
 

@@ -24,8 +24,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.protocols.http import refusal
 from penstock.system.exit_codes import ExitCode
-from penstock.wire.statuses import encode_error
 
 log = logging.getLogger("penstock.watchdog")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -113,10 +113,8 @@ class Watchdog:
                 # Python writes only signals that have a handler to the wake-up descriptor below.
                 before = signal.signal(number, lambda *_: None)
                 self._undo.callback(signal.signal, number, before)
-            fd = self._theirs.fileno()
-            self._undo.callback(
-                signal.set_wakeup_fd, signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-            )
+            old = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+            self._undo.callback(signal.set_wakeup_fd, old)
         self._thread.start()
 
     def stop(self) -> None:
@@ -134,15 +132,13 @@ class Watchdog:
         listeners: Sequence[socket.socket],
         tls: Callable[[], ssl.SSLContext | None] | None = None,
     ) -> None:
-        """Answer connections to these listeners while the loop is stuck; `tls` returns their
-        current TLS context."""
+        """Answer on these listeners while the loop is stuck; `tls` returns their TLS context."""
         with self._lock:
             self._tls = tls or self._tls
             self._listeners += [socket.socket(fileno=os.dup(each.fileno())) for each in listeners]
 
     def release(self) -> None:
-        """Close the copies of the listeners. Call it before the listeners are closed: a copy would
-        keep their ports open."""
+        """Close the copies of the listeners, before those: a copy would keep their ports open."""
         with self._lock:
             for each in self._listeners:
                 each.close()
@@ -229,9 +225,6 @@ def _refuse(connection: socket.socket, silent_s: float, tls: ssl.SSLContext | No
             # Closing with unread data would reset the connection and lose the answer.
             with contextlib.suppress(TimeoutError):
                 connection.recv(REQUEST_BYTES)
-            body = encode_error(f"the event loop of the server is stuck for {silent_s:.1f} s")
-            connection.sendall(
-                b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-                b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-            )
+            text = f"the event loop of the server is stuck for {silent_s:.1f} s"
+            connection.sendall(refusal(503, text))
             connection.shutdown(socket.SHUT_WR)

@@ -1,15 +1,12 @@
 """Reads a folder of models in Triton's layout into resolved configurations.
 
     <repository>/<model>/[config.pbtxt]
-    <repository>/<model>/<version>/model.onnx
-    <repository>/<model>/<version>/[config.pbtxt] [manifest.json]
+    <repository>/<model>/<version>/model.onnx [config.pbtxt] [manifest.json]
 
-The model's config.pbtxt chooses versions; a version's own config.pbtxt applies to that version
-alone. Without any, the configuration is derived from the file. All problems of all models are found
-in one pass; one bad model does not hide the others. Links may not lead out of the repository, and
-names that start with a dot are ignored. `versions` writes to repositories.
-
-A language model needs no version: its Hugging Face folder or its GGUF file is enough.
+The model's config.pbtxt chooses versions; a version's own applies to that version alone; without
+any, the file says all. A language model needs no version: its Hugging Face folder or its GGUF file
+is enough. All problems of all models are found in one pass. Links may not lead out of the
+repository, and names that start with a dot are ignored. `versions` writes to repositories.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,17 +22,10 @@ import msgspec
 
 from penstock.config import LLM, ModelConfig
 from penstock.errors import ConfigError, NotFound
-from penstock.repository import (
-    links,
-    onnx_file,
-    parameters,
-    pbtxt,
-    pbtxt_warmup,
-    pretrained,
-    pretrained_message,
-)
+from penstock.repository import links, onnx_file, parameters, pbtxt, pretrained, pretrained_message
 from penstock.repository import manifest as manifests
 from penstock.repository.pbtxt_fields import Proto
+from penstock.repository.pbtxt_warmup import FOLDER as WARMUPS
 
 CONFIG = "config.pbtxt"
 # Hugging Face's configuration; weights are beside it.
@@ -43,6 +33,10 @@ TEXT_CONFIG = pretrained.CONFIG
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
 VERSION, MAX_VERSION = re.compile("[1-9][0-9]*"), 2**63 - 1
+PICKLED = (
+    "; pytorch_model.bin is a pickle, which can run any code: load the model with transformers "
+    "where it is trusted and write it with save_pretrained"
+)
 FOLLOW_HINT = f"; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
 
 
@@ -58,6 +52,20 @@ class RepositoryScan:
         self.configs += other.configs
         self.problems |= other.problems
         self.folders |= other.folders
+
+    def only(self, where: object, version: str, advice: str) -> ModelConfig:
+        """Return the one model, in its newest or the given version; ConfigError if any model has a
+        problem, if there are several, with the advice, or none of that version."""
+        if self.problems:
+            raise ConfigError([f"{where}: {text}" for text in flat(self.problems)])
+        configs = [config for config in self.configs if version in ("", config.version)]
+        if not configs:
+            there = ", ".join(config.version for config in self.configs)
+            models = ", ".join(self.folders)
+            raise ConfigError([f"{where}: {models} has no version {version}; there: {there}"])
+        if len(names := {config.name for config in configs}) > 1:
+            raise ConfigError([f"{where}: holds {listed(sorted(names))}; {advice}"])
+        return configs[-1]
 
 
 class ModelKind(enum.Enum):
@@ -183,7 +191,7 @@ def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
     labels = [each.label_file for each in config.outputs if each.label_file]
     names = [CONFIG, *labels]
     files = [place / name for place in (folder, version) for name in names]
-    files += [version / manifests.NAME, *links.walk(folder / pbtxt_warmup.FOLDER)]
+    files += [version / manifests.NAME, *links.walk(folder / WARMUPS)]
     files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
     shared = [file for file in dict.fromkeys(files) if links.is_shared(file)]
     return [_hard_link(os.path.relpath(file, folder)) for file in shared]
@@ -230,9 +238,8 @@ def read_hugging_face(folder: Path) -> RepositoryScan:
     def read() -> ModelConfig:
         if not pretrained.is_model(folder):
             expected = f"{pretrained.WEIGHTS[0]} or {pretrained.ONNX[-1]}"
-            raise ConfigError(
-                f"{TEXT_CONFIG} is there, but no weights; expected {expected}{_pickled(folder)}"
-            )
+            hint = PICKLED if any(folder.glob("pytorch_model*.bin")) else ""
+            raise ConfigError(f"{TEXT_CONFIG} is there, but no weights; expected {expected}{hint}")
         described, message = pretrained.read(folder), read_message(folder)
         if described is None or message.backend == LLM:
             return _text_config(folder)
@@ -243,16 +250,6 @@ def read_hugging_face(folder: Path) -> RepositoryScan:
         return replace(config, written=written, notes=notes)
 
     return read_alone(folder.name, folder, read)
-
-
-def _pickled(folder: Path) -> str:
-    """Say what to do with weights in the old format."""
-    if not any(folder.glob("pytorch_model*.bin")):
-        return ""
-    return (
-        "; pytorch_model.bin is a pickle, which can run any code: load the model with transformers "
-        "where it is trusted and write it with save_pretrained"
-    )
 
 
 def architectures(folder: Path) -> list[str]:
@@ -322,6 +319,11 @@ def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
     return _read_all([folder for folder in _folders(root) if _name(folder) == name], root)
 
 
+def flat(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the problems of models, each with its model's name."""
+    return [f"{name}: {text}" for name, texts in problems.items() for text in texts]
+
+
 def listed(names: Sequence[str], most: int = 10) -> str:
     """Return the first `most` names as a list for a message, and how many more there are."""
     text = ", ".join(names[:most])
@@ -344,7 +346,7 @@ def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
     if not folder.resolve().is_relative_to(root.resolve()):
         raise ConfigError("folder: a link that leads out of the repository")
     _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
-    _check_links(folder, root, [folder / pbtxt_warmup.FOLDER])
+    _check_links(folder, root, [folder / WARMUPS])
     message = read_message(folder)
     problems: list[str] = []
     versions = [only] if only else chosen(folder, message, problems)

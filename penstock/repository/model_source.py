@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
-from penstock.repository import layout, pbtxt, python_file
+from penstock.repository import layout, pbtxt, pretrained, python_file
 from penstock.repository.layout import ModelKind, RepositoryScan
 
 FORMS = (
@@ -45,7 +45,7 @@ BACKENDS: Mapping[ModelKind, str] = {
 }
 FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 URL = re.compile(r"[a-z][a-z0-9+]*://", re.IGNORECASE)
-FACTORY_WRITER = "penstock.optimizer.factory_folder"
+FACTORY_WRITER = "penstock.optimizer.torch_source"
 # Characters of a name that is made from a file's name; others become "-".
 NOT_IN_NAMES = re.compile(r"[^\w.-]+", re.ASCII)
 MAX_NAMES = 5
@@ -190,6 +190,31 @@ def resolve(model: str | os.PathLike[str], *, name: str = "") -> ModelSource:
         return ModelSource(ModelKind.FACTORY, text, name or module)
     reason = _describe_missing(path, text) if text else "no model is given"
     raise ConfigError(f"{text}: {reason}; expected {FORMS}".removeprefix(": "))
+
+
+def is_language_model(model: str) -> bool:
+    """Return whether it is a GGUF file, a Hugging Face folder of a generative model, or a version
+    of one in a repository. Reads names and config.json, no weights."""
+    try:
+        source = resolve(model)
+    except ConfigError:
+        return False
+    match source.kind:
+        case ModelKind.GGUF_FILE:
+            return True
+        case ModelKind.HUGGING_FACE | ModelKind.VERSION_FOLDER:
+            return _generates(source.path)
+        case ModelKind.MODEL_FOLDER:
+            # The newest version decides.
+            newest = layout.version_folders(source.path)[-1:]
+            return any(_generates(source.path / name) for name in newest)
+    return False
+
+
+def _generates(folder: Path) -> bool:
+    if any(folder.glob(f"model{layout.GGUF}")):
+        return True
+    return any(name.endswith(pretrained.GENERATORS) for name in layout.architectures(folder))
 
 
 def _resolve_path(path: Path, text: str, name: str) -> ModelSource:

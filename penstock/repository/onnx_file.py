@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, first_line
 from penstock.repository.links import is_shared
 from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, TensorSpec
+from penstock.units import quoted
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -36,8 +37,7 @@ def read_signature(path: Path) -> Signature:
     outputs = [value for value in graph.output if value.name not in maps]
     strange = [value.name for value in (*inputs, *outputs) if not _datatype(value)]
     if strange:
-        names = ", ".join(f"'{name}'" for name in strange)
-        raise ConfigError(f"{names}: not a tensor of a datatype that the protocol has")
+        raise ConfigError(f"{quoted(strange)}: not a tensor of a datatype that the protocol has")
     answers = (_probabilities(maps[o.name]) if o.name in maps else _spec(o) for o in graph.output)
     notes = tuple(map(_zip_map_note, maps.values()))
     return Signature(tuple(map(_spec, inputs)), tuple(answers), notes=notes)

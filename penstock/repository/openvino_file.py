@@ -19,7 +19,7 @@ PRECISIONS["STRING"] = PRECISIONS.pop("BYTES")
 
 def read_signature(path: Path) -> Signature:
     """Read the signature; ConfigError, in one line, unless it is an IR with tensors in and out."""
-    root = _root(path)
+    root = read_xml(path)
     layers = root.findall("layers/layer")
     # Tensor names of output ports, by layer and port.
     ports = [(each.get("id", ""), port) for each in layers for port in each.findall("output/port")]
@@ -43,27 +43,19 @@ def read_signature(path: Path) -> Signature:
     return Signature(tuple(inputs), tuple(outputs))
 
 
-def read_layers(path: Path) -> list[Element]:
-    """Return every operator, including constants, as XML elements."""
-    return _root(path).findall("layers/layer")
-
-
-def _root(path: Path) -> Element:
-    try:
-        return _parse(path.read_bytes())
-    except (OSError, ParseError, expat.ExpatError, AssertionError, ValueError) as error:
-        raise ConfigError(f"cannot be read as OpenVINO IR: {error}") from None
-
-
-def _parse(data: bytes) -> Element:
+def read_xml(path: Path) -> Element:
+    """Return the root; every operator, including constants, is in `layers/layer`."""
     builder = TreeBuilder()
     parser = expat.ParserCreate()
     parser.StartElementHandler = builder.start
     parser.EndElementHandler = builder.end
     parser.CharacterDataHandler = builder.data
     parser.StartDoctypeDeclHandler = _refuse_doctype
-    parser.Parse(data, True)
-    return builder.close()
+    try:
+        parser.Parse(path.read_bytes(), True)
+        return builder.close()
+    except (OSError, ParseError, expat.ExpatError, AssertionError, ValueError) as error:
+        raise ConfigError(f"cannot be read as OpenVINO IR: {error}") from None
 
 
 def _refuse_doctype(*declaration: object) -> NoReturn:

@@ -1,7 +1,8 @@
 """Facts about a Hugging Face folder, read from its JSON files without its library.
 
-Which task its architecture has, its labels, the longest text, and how an embedding is pooled. Knows
-nothing of tensors (`pretrained_message` does) and runs no code of the folder.
+Which task its architecture has, its labels, the longest text, how an embedding is pooled, and the
+headers of its weights. Knows nothing of a model's tensors (`pretrained_message` does) and runs no
+code of the folder.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ONNX = ("model.onnx", "onnx/model.onnx")
 PREPROCESSOR = "preprocessor_config.json"
+MAX_HEADER_BYTES = 100 << 20
 # Architectures of causal language models, which have an engine of their own. They include families
 # that we do not serve, so that the user gets an error that lists those we do.
 GENERATORS = ("ForCausalLM", "LMHeadModel")
@@ -318,3 +320,28 @@ def _decode(path: Path) -> object:
         return msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path.parent.name}/{path.name}: cannot be read: {error}") from None
+
+
+class StoredTensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+# Made when this is imported: msgspec crashes when several threads are the first to use a type.
+_headers = msgspec.json.Decoder(StoredTensor)
+
+
+def read_header(file: Path) -> list[StoredTensor] | None:
+    """Return the tensors in a safetensors file's header, read without any weights; None if the
+    header is invalid."""
+    try:
+        with open(file, "rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > MAX_HEADER_BYTES:
+                return None
+            header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        return [_headers.decode(raw) for raw in header.values()]
+    except (OSError, msgspec.MsgspecError):
+        return None

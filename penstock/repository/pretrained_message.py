@@ -120,7 +120,13 @@ def text_inputs(found: Pretrained, file: str) -> list[TensorSpec]:
 
 
 def _network_output(found: Pretrained, file: str) -> TensorSpec:
-    return _onnx_output(found) if file.endswith(".onnx") else _torch_output(found)
+    if file.endswith(".onnx"):
+        return _onnx_output(found)
+    width = _width(found)
+    if found.head == EMBEDDING:
+        return TensorSpec("last_hidden_state", "FP32", (-1, width))
+    shape = (-1, width) if found.head == TOKEN_CLASSIFIER else (width,)
+    return TensorSpec("logits", "FP32", shape)
 
 
 def outputs(found: Pretrained, given: TensorSpec) -> list[TensorSpec]:
@@ -162,14 +168,6 @@ def _width(found: Pretrained) -> int:
     if found.head == EMBEDDING:
         return pretrained.hidden_size(found.config)
     return len(pretrained.labels(found.config))
-
-
-def _torch_output(found: Pretrained) -> TensorSpec:
-    width = _width(found)
-    if found.head == EMBEDDING:
-        return TensorSpec("last_hidden_state", "FP32", (-1, width))
-    shape = (-1, width) if found.head == TOKEN_CLASSIFIER else (width,)
-    return TensorSpec("logits", "FP32", shape)
 
 
 def _onnx_inputs(found: Pretrained) -> list[TensorSpec]:

@@ -107,14 +107,11 @@ class Admission:
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
 
-    def shows_full_queue(self, request: Request, error: PenstockError) -> bool:
-        """Whether the refusal tells the queue shares something: requests with their own deadline
-        do not show that the queue is full."""
-        return self._quotas.is_active and is_overload(error) and request.timeout_s is None
-
-    def note_full(self, request: Request, num_held: int) -> None:
-        """Tell the queue shares that the queue was full with this many requests."""
-        self._shares.refused(num_held, self._clock(), request.priority)
+    def refused(self, request: Request, error: PenstockError, num_held: int) -> None:
+        """Tell the queue shares if the queue was full with this many requests; a request with its
+        own deadline does not show that."""
+        if self._quotas.is_active and is_overload(error) and request.timeout_s is None:
+            self._shares.refused(num_held, self._clock(), request.priority)
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()

@@ -1,5 +1,4 @@
-"""The batches of a model: those that run, how long they may take, the last that ran, and each
-shape's count. Pure."""
+"""Batches of a model: those that run, their time limits, the last ones, counts by shape. Pure."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
@@ -19,28 +18,19 @@ from penstock.processes.life import ProcessLife
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.context import log_about
 from penstock.serving.fleet import Fleet, GpuReservations
-from penstock.serving.memory_plan import Share
 from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.serving.placement import Share
 from penstock.serving.quotas import Quotas
 from penstock.serving.scrape import Pending
 from penstock.serving.served import ModelProcess, Served
 from penstock.serving.supervisor import load_timeout_text
+from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.catalog")
 
 # Limit on concurrent loads: they are mostly imports and disk reads, and slow each other down.
 MAX_LOADING = 4
-
-
-@dataclass(frozen=True, slots=True)
-class IndexEntry:
-    """One line of the repository index."""
-
-    name: str
-    version: str
-    state: str
-    reason: str
 
 
 Make = Callable[[ModelConfig, Quotas], Served]
@@ -103,20 +93,20 @@ class Catalog(ModelTable):
             for model in self._models.pop(name, {}).values():
                 self._retire(model)
 
-    def index(self, names: Sequence[str]) -> list[IndexEntry]:
+    def index(self, names: Sequence[str]) -> list[IndexRow]:
         """Return loaded models, failed ones, and the rest of `names`, those in the repository."""
         entries = [
-            IndexEntry(model.config.name, model.config.version, model.shown_state, model.reason)
+            IndexRow(model.config.name, model.config.version, model.shown_state, model.reason)
             for model in self
         ]
         for failure in self.failures:
             reason = "; ".join(failure.problems)
-            entries.append(IndexEntry(failure.name, "", "UNAVAILABLE", reason))
+            entries.append(IndexRow(failure.name, "", "UNAVAILABLE", reason))
         known = {entry.name for entry in entries}
         for name in names:
             if name not in known:
                 loading = name in self._changing and self._changing[name].locked()
-                entries.append(IndexEntry(name, "", "LOADING" if loading else "", ""))
+                entries.append(IndexRow(name, "", "LOADING" if loading else "", ""))
         return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     def pending(self) -> list[Pending]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import InvalidRequest, NotAllowed, PenstockError, StorageFull, Unsupported
 from penstock.repository import layout, model_source, staging
 from penstock.repository.python_file import local_imports
 from penstock.serving.catalog import Catalog
+from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.reload")
 INTERVAL_S = 0.5
@@ -24,26 +25,22 @@ INTERVAL_S = 0.5
 Stamps = Mapping[Path, tuple[int, int] | None]
 
 
+@dataclass(eq=False)
 class Control:
     """Model control for one repository, at `path`. `is_explicit` allows loading and unloading;
     `allows_hard_links` allows model files with several hard links."""
 
-    def __init__(
-        self, catalog: Catalog, path: str, is_explicit: bool, allows_hard_links: bool = False
-    ) -> None:
-        self._catalog = catalog
-        self._path = path
-        self._is_explicit = is_explicit
-        self._allows_hard_links = allows_hard_links
+    _catalog: Catalog
+    _path: str
+    is_explicit: bool
+    allows_hard_links: bool = False
 
-    async def index(self, only_ready: object = False) -> list[dict[str, str]]:
-        """Return one row per version, without empty fields."""
+    async def index(self, only_ready: object = False) -> list[IndexRow]:
         if not isinstance(only_ready, bool):
             raise InvalidRequest("'ready' must be true or false")
         names = await asyncio.to_thread(lambda: model_source.resolve(self._path).names())
-        entries = self._catalog.index(names)
-        shown = [asdict(each) for each in entries if each.state == "READY" or not only_ready]
-        return [{key: value for key, value in row.items() if value} for row in shown]
+        rows = self._catalog.index(names)
+        return [each for each in rows if each.state == "READY" or not only_ready]
 
     async def load(self, name: str, parameters: Collection[str] = ()) -> None:
         """Load or replace a model. If this call is cancelled, nothing changes."""
@@ -63,14 +60,14 @@ class Control:
 
     def _read(self, name: str) -> layout.RepositoryScan:
         found = model_source.resolve(self._path).read_one(name)
-        return found if self._allows_hard_links else layout.refuse_hard_links(found)
+        return found if self.allows_hard_links else layout.refuse_hard_links(found)
 
     async def unload(self, name: str) -> None:
         self._check_explicit()
         await self._catalog.unload(name)
 
     def _check_explicit(self) -> None:
-        if not self._is_explicit:
+        if not self.is_explicit:
             raise NotAllowed(
                 "explicit model load / unload is not allowed: "
                 "start the server with --model-control-mode explicit"

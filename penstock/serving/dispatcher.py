@@ -65,9 +65,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return sum(
-            len(batch.requests) for instance in self._instances for batch in instance.batches
-        )
+        return sum(len(batch.requests) for each in self._instances for batch in each.batches)
 
     def tick(self) -> None:
         """Do periodic work."""

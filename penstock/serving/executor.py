@@ -17,10 +17,10 @@ import numpy as np
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
-from penstock.serving.plan import column_bytes, fixed_outputs, matches
+from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.slab import Layout, Segment
 from penstock.serving.worker_spill import Values, WorkerSpill, split
-from penstock.types import DATATYPES, Array, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
 from penstock.wire import frames
 
 MAX_VIEWS = 256
@@ -140,9 +140,8 @@ class BatchExecutor:
         num_rows = 0
         for run in frame.runs:
             columns = self.memory.columns(run.slab, frame)
-            parts.append(
-                [column[run.row : run.row + run.count] for column in columns[: len(names)]]
-            )
+            rows = slice(run.row, run.row + run.count)
+            parts.append([column[rows] for column in columns[: len(names)]])
             num_rows += run.count
         if len(parts) == 1:
             inputs = dict(zip(names, parts[0], strict=True))
@@ -182,9 +181,8 @@ class BatchExecutor:
         """Like `_store`, for models that answer each request separately. A request's error goes to
         `errors` under its index and does not affect the others."""
         if len(answer.answers) != len(frame.requests):
-            raise BackendFailed(
-                f"the model gave {len(answer.answers)} answers to {len(frame.requests)} requests"
-            )
+            text = f"the model gave {len(answer.answers)} answers to {len(frame.requests)} requests"
+            raise BackendFailed(text)
         in_spill: list[Values] = []
         pairs = zip(frame.requests, answer.answers, strict=True)
         for index, ((part, outputs), rows) in enumerate(zip(pairs, _rows(frame), strict=True)):
@@ -204,15 +202,13 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
     if values is None:
         raise BackendFailed(f"the model gave no output '{spec.name}'; it gave {sorted(outputs)}")
     expected = (num_rows, *spec.shape) if config.max_batch_size > 0 else spec.shape
-    if values.shape != expected and not matches(values.shape, expected):
-        raise BackendFailed(
-            f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
-        )
+    if values.shape != expected and not shape_fits(values.shape, expected):
+        text = f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
+        raise BackendFailed(text)
     dtype = DATATYPES[spec.datatype].numpy
     if values.dtype != dtype and (spec.datatype != "BYTES" or values.dtype.kind not in "SU"):
-        raise BackendFailed(
-            f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
-        )
+        text = f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
+        raise BackendFailed(text)
     return values
 
 

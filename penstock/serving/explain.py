@@ -164,9 +164,8 @@ def explain(model: Model, now: float) -> Explanation:
     metrics, notes = model.metrics, list(model.readiness.notes)
     if metrics.padded_bytes:
         share = 100 * metrics.padding_bytes / metrics.padded_bytes
-        notes.append(
-            f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"
-        )
+        text = f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"
+        notes.append(text)
     instances = [
         InstanceState(i.index, i.state, i.pid, i.device, i.process.gpu_memory_bytes, i.num_slots)
         for i in model.instances
@@ -289,10 +288,8 @@ def _by_load(recent: Sequence[BatchRecord]) -> list[tuple[float, str]]:
     if (share := len(after_wait) / len(recent)) >= NOTEWORTHY:
         num_requests = sum(record.num_requests for record in after_wait) / len(after_wait)
         text = f"Everything that waited went along in {share:.0%} of the batches: about "
-        text += (
-            f"{num_requests:.1f} requests come while a batch runs; more of them in flight would "
-        )
-        found.append((share, text + "make larger batches."))
+        text += f"{num_requests:.1f} requests come while a batch runs; more of them in flight "
+        found.append((share, text + "would make larger batches."))
     return found
 
 
@@ -331,9 +328,8 @@ def _by_delay(policy: BatchPolicy, recent: Sequence[BatchRecord]) -> str:
     delay = f"max_queue_delay ({_ms(policy.max_queue_delay_s)})"
     num_shapes = len({record.shapes for record in recent})
     if num_shapes < MANY_SHAPES:
-        return (
-            f"{{}} of the batches went when {delay} was over: too few requests come in that time."
-        )
+        why = "too few requests come in that time"
+        return f"{{}} of the batches went when {delay} was over: {why}."
     return (
         f"The last batches had {num_shapes} shapes, and requests share a batch with their own "
         f"shape only: {{}} of the batches went when {delay} was over; pad on the client, or "

@@ -1,9 +1,9 @@
 """Assigns model instances to the GPUs of this machine, and checks that they fit together.
 
-Queries the machine, then lets `placement` and `memory_plan` decide. Starts nothing: the catalog
-loads the arrangement, and the command line shows the plan. The need of an instance is the first
-known of: the configured size, the size measured for the version's evidence, and an estimate from
-its weights at their loaded precision plus a fixed amount for the rest.
+Queries the machine, then lets `placement` decide. Starts nothing: the catalog loads the
+arrangement, and the command line shows the plan. The need of an instance is the first known of: the
+configured size, the size measured for the version's evidence, and an estimate from its weights at
+their loaded precision plus a fixed amount for the rest.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
-from penstock.repository import safetensors_file
-from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan, shortages
-from penstock.serving.placement import place
+from penstock.repository import pretrained
+from penstock.serving.placement import GpuPlan, Need, Share, make_plan, place, shortages
 from penstock.system import devices
 from penstock.system.devices import Gpu
 
@@ -167,7 +166,7 @@ def weight_bytes(config: ModelConfig) -> int:
 def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
     """Return the size of a file's tensors with floats of `float_bytes` each; None keeps their size.
     An invalid file counts with its file size: loading it reports the error."""
-    tensors = safetensors_file.read_header(file) if float_bytes is not None else None
+    tensors = pretrained.read_header(file) if float_bytes is not None else None
     if tensors is None or float_bytes is None:
         return _size(file)
     return sum(

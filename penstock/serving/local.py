@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotReady, PenstockError
+from penstock.errors import NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
@@ -117,10 +117,8 @@ class LocalModel(ModelThread[Model | StagePipeline]):
             else:
                 future.set_result({t.name: to_array(t).copy() for t in answer.outputs})
 
-        config = self.config
-        tensors = to_tensors(
-            inputs, config.inputs, config.name, has_batch=config.max_batch_size > 0
-        )
+        config, has_batch = self.config, self.config.max_batch_size > 0
+        tensors = to_tensors(inputs, config.inputs, config.name, has_batch=has_batch)
         request = Request(CallbackSink(deliver), tensors, time.monotonic())
         self.send(request)
         future.add_done_callback(lambda done: self.cancel(request) if done.cancelled() else None)
@@ -177,13 +175,4 @@ def place_here(config: ModelConfig) -> ModelConfig:
 
 def choose(found: RepositoryScan, where: object, version: str = "") -> ModelConfig:
     """Return the one model found, placed; ConfigError if there are several or none of `version`."""
-    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
-    if problems:
-        raise ConfigError(problems)
-    configs = [config for config in found.configs if version in ("", config.version)]
-    names = sorted({config.name for config in configs})
-    if not configs:
-        raise ConfigError([f"{where}: no version {version}"])
-    if len(names) > 1:
-        raise ConfigError([f"{where}: holds {', '.join(names)}; give the folder of one model"])
-    return place_here(configs[-1])
+    return place_here(found.only(where, version, "give the folder of one model"))

@@ -98,9 +98,8 @@ class ManagementApi:
         return _json({"ready": True})
 
     async def server_metadata(self, call: ManagementCall) -> bytes:
-        return _json(
-            {"name": self.server_id, "version": penstock.__version__, "extensions": EXTENSIONS}
-        )
+        version = penstock.__version__
+        return _json({"name": self.server_id, "version": version, "extensions": EXTENSIONS})
 
     async def metadata(self, call: ManagementCall) -> bytes:
         config = self._find(call).config

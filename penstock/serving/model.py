@@ -70,9 +70,8 @@ class Model:
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
         self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
-        self._dispatcher = dispatcher = Dispatcher(
-            context, supervisor, queue, memory, replies, guard
-        )
+        dispatcher = Dispatcher(context, supervisor, queue, memory, replies, guard)
+        self._dispatcher = dispatcher
         self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)
         self.instances: Sequence[Instance] = supervisor.instances
         # What only one part does, as `Served` promises it.
@@ -138,8 +137,7 @@ class Model:
                 raise self.readiness.not_ready()
             self._admission.admit(request)
         except PenstockError as error:
-            if self._admission.shows_full_queue(request, error):
-                self._admission.note_full(request, self.num_waiting + self.num_running)
+            self._admission.refused(request, error, self.num_waiting + self.num_running)
             self.refused(error, request.timings.received)
             request.respond(error)
             return

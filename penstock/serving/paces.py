@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from penstock.config import BatchPolicy
 from penstock.serving.batch_times import BatchTimes, Spread
@@ -37,17 +38,15 @@ ARRIVALS_S = 0.1
 MAX_PACES = 512
 
 
+@dataclass(slots=True, eq=False)
 class GeometryPace:
     """Statistics of one geometry: T(b), target size, arrival rate in rows (or tokens)."""
 
-    __slots__ = ("_arrived_at", "arrivals_per_s", "target_size", "target_s", "times")
-
-    def __init__(self, times: BatchTimes) -> None:
-        self.times = times
-        self.target_size = 1
-        self.target_s = 0.0
-        self.arrivals_per_s = 0.0
-        self._arrived_at = -math.inf
+    times: BatchTimes
+    target_size: int = 1
+    target_s: float = 0.0
+    arrivals_per_s: float = 0.0
+    _arrived_at: float = -math.inf
 
     @property
     def unit_s(self) -> float:
@@ -169,8 +168,7 @@ class Paces:
         return max(MIN_MARGIN * self._slo_s, self.spread_s(batch_s, SPREADS))
 
     def spread_s(self, batch_s: float, times: float = 1.0) -> float:
-        """Return how much longer such a batch may take, capped by the room in the SLO: more would
-        refuse everything."""
+        """Return how much longer it may take, within the SLO: more would refuse everything."""
         room_s = self.usable_s - batch_s * (1 + 1 / self.num_executors)
         return max(0.0, min(times * (self._inflation - 1) * batch_s, room_s))
 

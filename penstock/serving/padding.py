@@ -101,6 +101,10 @@ def bf16_bits(floats: Array) -> Array:
     return (floats.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def bf16_floats(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def cropped(name: str, values: Array, crops: Collection[Crop], length: int) -> Array:
     """Crop an output to its length without padding; batch first."""
     axes = range(values.ndim - 1)

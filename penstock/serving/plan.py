@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +17,17 @@ from penstock.errors import InvalidRequest
 from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
 from penstock.serving.slab import Layout, Slab
-from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_elements, split_bytes
+from penstock.types import (
+    DATATYPES,
+    Buffer,
+    Request,
+    Tensor,
+    TensorSpec,
+    num_elements,
+    shape_fits,
+    split_bytes,
+)
+from penstock.units import quoted
 
 MAX_PLANS = 1024
 MAX_RANK = 32
@@ -71,9 +81,8 @@ class Fit:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """How an admitted request runs, and what it holds. `queue` is set by the batcher (its lane, or
-    the reruns; None: not queued), `slab` and `row` by its place in shared memory (None: it has no
-    rows)."""
+    """How an admitted request runs, and what it holds. The batcher sets `queue`: its lane, or the
+    reruns; None: not queued. Its place in shared memory is `slab` and `row`; None: no rows."""
 
     fit: Fit
     queue: Lane | deque[Request] | None = None
@@ -112,9 +121,8 @@ class Planner:
     def __init__(self, config: ModelConfig, slab_bytes: int) -> None:
         self._config = config
         self.slab_bytes = slab_bytes
-        self._has_rows = config.max_batch_size > 0 and all(
-            spec.datatype != "BYTES" for spec in config.inputs
-        )
+        has_bytes = any(spec.datatype == "BYTES" for spec in config.inputs)
+        self._has_rows = config.max_batch_size > 0 and not has_bytes
         # ONNX strings are UTF-8; a preprocess function may take any bytes.
         self._needs_utf8 = config.backend == "onnxruntime" and config.preprocess is None
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
@@ -171,7 +179,7 @@ class Planner:
             if output.name not in self._outputs:
                 raise InvalidRequest(
                     f"unexpected inference output '{output.name}' for model "
-                    f"'{self._config.name}'; it has {_quoted(self._outputs)}"
+                    f"'{self._config.name}'; it has {quoted(self._outputs)}"
                 )
         return tuple(self._outputs[output.name] for output in request.outputs)
 
@@ -245,16 +253,15 @@ class Planner:
         """Return pairs (input of the model, tensor of the request), in the model's order."""
         name = self._config.name
         if not tensors and self._inputs:
-            raise InvalidRequest(
-                f"the request has no inputs; model '{name}' takes {_quoted(self._inputs)}"
-            )
+            text = f"the request has no inputs; model '{name}' takes {quoted(self._inputs)}"
+            raise InvalidRequest(text)
         seen: dict[int, int] = {}
         for tensor_index, tensor in enumerate(tensors):
             index = self._inputs.get(tensor.name)
             if index is None:
                 raise InvalidRequest(
                     f"unexpected inference input '{tensor.name}' for model '{name}'; "
-                    f"it takes {_quoted(self._inputs)}"
+                    f"it takes {quoted(self._inputs)}"
                 )
             if index in seen:
                 raise InvalidRequest(f"input '{tensor.name}' already exists in request")
@@ -273,7 +280,7 @@ class Planner:
             )
             raise InvalidRequest(
                 f"{expected} but got {len(tensors)} inputs for model '{name}': "
-                f"missing {_quoted(missing)}"
+                f"missing {quoted(missing)}"
             )
         return sorted(seen.items())
 
@@ -286,7 +293,7 @@ class Planner:
             )
         expected = (-1, *spec.shape) if self._config.max_batch_size > 0 else spec.shape
         shape = tensor.shape
-        if len(shape) > MAX_RANK or min(shape, default=0) < 0 or not matches(shape, expected):
+        if len(shape) > MAX_RANK or min(shape, default=0) < 0 or not shape_fits(shape, expected):
             raise InvalidRequest(
                 f"unexpected shape for input '{spec.name}' for model '{name}'. "
                 f"Expected {_dims(expected)}, got {_dims(tensor.shape)}"
@@ -373,16 +380,5 @@ def _find_invalid_utf8(data: Buffer) -> int | None:
     return None
 
 
-def matches(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether a shape is as expected; -1 matches any size."""
-    return len(shape) == len(expected) and all(
-        limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
-    )
-
-
 def _dims(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)

@@ -20,7 +20,7 @@ from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed, model_in
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, first_line
-from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
+from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, bf16_floats, cropped
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart
 
@@ -28,8 +28,7 @@ Found = TypeVar("Found")
 SEED = 20
 # Sizes of variable axes: the first with which the model runs is used.
 SIZES = (16, 64, 224)
-# Random integers are below this. They may be indices, flags or masks: the first limit that gives
-# finite outputs is used.
+# Limits of random integers (indices, flags or masks): the first with finite outputs is used.
 INTEGERS = (2, 100)
 NUM_ROWS = 3
 # Characters of a model's error that are kept.
@@ -50,9 +49,8 @@ class Unproven(Exception):
 
 
 def prove(config: ModelConfig, runner: Runner) -> Proof:
-    """Try out a model; never raises because of its behaviour on random inputs. For a model with
-    functions around it, the model itself is tried out, and the runner is then told whether to
-    pad."""
+    """Try out a model; never raises because of its behaviour on random inputs. Inside functions,
+    the model itself is tried out, and the runner is then told whether to pad."""
     if isinstance(runner, Processed | Headed):
         return _prove_inside(config, runner)
     if config.max_batch_size == 0 or not config.batching.is_dynamic:
@@ -252,8 +250,7 @@ class ProofTrial:
         return values.astype(dtype)
 
     def _run(self, rows: Sequence[Array]) -> dict[str, Array]:
-        """Return the outputs; raise Unproven if the model fails or its outputs do not match the
-        configuration."""
+        """Return the outputs; Unproven if the model fails or they do not fit the configuration."""
         names = [spec.name for spec in self._config.inputs]
         num_rows = len(rows[0]) if rows else 0
         for values in rows:
@@ -345,9 +342,8 @@ def _row(outputs: Outputs, position: int) -> dict[str, Array]:
 
 def to_float64(spec: TensorSpec, values: Array) -> Array:
     """Return the numbers of a tensor; those of BF16 from their bits."""
-    if spec.datatype == "BF16":
-        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return values.astype(np.float64)
+    numbers = bf16_floats(values) if spec.datatype == "BF16" else values
+    return numbers.astype(np.float64)
 
 
 def _is_finite(spec: TensorSpec, outputs: Outputs) -> bool:

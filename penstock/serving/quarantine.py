@@ -71,7 +71,7 @@ class Offenders:
         self._known: dict[bytes, Offender] = {}
         self.num_quarantined = 0
         # Quarantined ones by the start of their names: the body size in a fingerprint.
-        self._starts: Counter[bytes] = Counter()
+        self.starts: Counter[bytes] = Counter()
 
     def died(self, name: bytes, now: float) -> bool:
         """Count a death; True if it starts a quarantine."""
@@ -86,12 +86,8 @@ class Offenders:
             return False
         known.until = now + QUARANTINE_S
         self.num_quarantined += 1
-        self._starts[name[:SIZE_BYTES]] += 1
+        self.starts[name[:SIZE_BYTES]] += 1
         return True
-
-    def has_like(self, start: bytes) -> bool:
-        """Whether a quarantined name has this start."""
-        return start in self._starts
 
     def left_s(self, name: bytes, now: float) -> float:
         """Return how much longer it is quarantined; 0 if it is not."""
@@ -102,7 +98,7 @@ class Offenders:
         known = self._known.pop(name, None)
         if known is not None and known.until:
             self.num_quarantined -= 1
-            self._starts -= Counter([name[:SIZE_BYTES]])  # Keeps no zeros.
+            self.starts -= Counter([name[:SIZE_BYTES]])  # Keeps no zeros.
 
     def expire(self, now: float) -> None:
         """Forget those whose quarantine, or last death plus QUARANTINE_S, has passed."""
@@ -141,7 +137,7 @@ class Quarantine:
 
     def has_body_of(self, num_bytes: int) -> bool:
         """Whether a body of this size is quarantined; if not, no fingerprint is needed."""
-        return self._bodies.has_like(_size(num_bytes))
+        return _size(num_bytes) in self._bodies.starts
 
     def answered(self) -> None:
         """Note that a worker answered a batch: the model can run requests."""
@@ -224,8 +220,7 @@ class PoisonGuard:
 
     def pin(self, request: Request, was_killed_outside: bool) -> DeathVerdict:
         """Note that a worker died while it ran only this request. A kill from outside counts
-        towards the quarantine of the request but not of its API key: an operator's kill hits
-        whatever is running."""
+        against the request, not against its API key: operators kill whatever is running."""
         caller = b"" if was_killed_outside else request.caller
         body = fingerprint(self._body(request), request.parameters)
         verdict = self.quarantine.died(body, caller, self._clock())

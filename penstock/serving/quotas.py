@@ -71,17 +71,15 @@ def _bucket(
     return known[caller] if rate is not None else None
 
 
+@dataclass(slots=True, eq=False)
 class QueueSize:
     """Estimate of how many requests a model can hold: the configured limit, or as many as it had
     when it refused others for lack of capacity. Latency limits refuse requests long before the
     queue is full, and a share of a size that is never reached would limit no key."""
 
-    __slots__ = ("_full_at", "_max_pending", "_refused_at")
-
-    def __init__(self, max_pending: int) -> None:
-        self._max_pending = max_pending
-        self._full_at = 0.0
-        self._refused_at = -math.inf
+    _max_pending: int
+    _full_at: float = 0.0
+    _refused_at: float = -math.inf
 
     def refused(self, num_held: int, now: float) -> None:
         """Note that a model with this many requests had no capacity for another."""

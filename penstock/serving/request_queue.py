@@ -18,9 +18,8 @@ from penstock.serving.slo_batcher import SloBatcher
 from penstock.types import Request
 
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
-DROPPED = Overloaded(
-    "Request timeout expired: the answer would have been late", reason="dropped_late"
-)
+LATE = "Request timeout expired: the answer would have been late"
+DROPPED = Overloaded(LATE, reason="dropped_late")
 
 
 class RequestQueue:

@@ -83,9 +83,8 @@ class SloBatcher(Lanes):
         super().__init__(policy)
         self._max_size = policy.max_tokens or self._max_rows
         # Size of a request in the unit of T(b).
-        self._size: Callable[[Request], int] = attrgetter(
-            "num_tokens" if self._has_budget else "num_rows"
-        )
+        size = "num_tokens" if self._has_budget else "num_rows"
+        self._size: Callable[[Request], int] = attrgetter(size)
         self._paces = paces = Paces(policy, num_executors)
         # Statistics of each geometry seen recently.
         self.paces: Mapping[object, GeometryPace] = paces.by_geometry
@@ -248,9 +247,8 @@ class SloBatcher(Lanes):
         return "token budget" if size >= self._max_size else self._limit
 
     def _is_backlogged(self, lane: Lane, pace: GeometryPace) -> bool:
-        """Whether more than a target batch is queued and the backlog will not clear by itself.
-        Several executors that are fast enough together serve it without drops, in batches as large
-        as the head allows."""
+        """Whether more than a target batch is queued and will not clear by itself: executors that
+        are fast enough together serve it without drops, in batches as large as the head allows."""
         size, batch_s = self._paces.full_batch(lane, pace)
         if sum(self._paces.sizes(lane)) <= size and sum(lane.rows) <= self._max_rows:
             return False

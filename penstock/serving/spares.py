@@ -59,9 +59,8 @@ class Spares:
         self._plan.killed(self._loop.time())
 
     def add(self) -> Instance | None:
-        """Return a new spare to start, if one is wanted, memory allows and no worker is loading: a
-        spare must not slow down a worker that is needed now. Only on CPUs: the GPU memory plan has
-        no room for spares."""
+        """Return a new spare to start, if one is wanted, memory allows and no worker is loading,
+        which it would slow down. Only on CPUs: the GPU memory plan has no room for spares."""
         everyone = (*self._instances, *self.workers)
         if self._config.uses_gpu or not all(each.is_ready for each in everyone):
             return None

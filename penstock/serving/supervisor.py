@@ -88,8 +88,7 @@ def load_timeout_text(limit_s: float) -> str:
 
 class Supervisor:
     """The instances of one model. Once stopped it cannot be used again, and drops its references:
-    an unloaded model must be freed without the garbage collector, which may not scan long-lived
-    objects for hours."""
+    an unloaded model must not wait for the garbage collector, which may run hours later."""
 
     def __init__(
         self, config: ModelConfig, input_spill: Segment, start_life: StartLife = ProcessLife

@@ -77,9 +77,8 @@ def _from_file(path: Path, tensor: WarmupInput, shape: tuple[int, ...]) -> Array
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            [f"model_warmup: {tensor.file} cannot be read: {error.strerror}"]
-        ) from None
+        text = f"model_warmup: {tensor.file} cannot be read: {error.strerror}"
+        raise ConfigError([text]) from None
     for filled in (shape, tensor.shape):
         try:
             values = to_array(Tensor(tensor.name, tensor.datatype, filled, data))

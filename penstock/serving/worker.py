@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.backends import Runner
 from penstock.backends.heads import Headed
@@ -73,30 +74,24 @@ class Channel:
         self._sock.close()
 
 
+@dataclass(slots=True, eq=False)
 class Worker:
     """One model on one device. One thread receives, runs and answers. If the runner runs ahead, a
     second thread waits for results and sends the answers, in the order of the batches."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        on_load: Callable[[frames.LoadModel], None] | None = None,
-        on_ready: Callable[[], None] | None = None,
-        die: Callable[[], None] | None = None,
-    ) -> None:
-        self._channel = channel
-        self._on_load = on_load
-        self._on_ready = on_ready
-        # Exits the process; None if the worker runs in a thread.
-        self._die = die
-        self._memory: WorkerMemory | None = None
-        self._loaded: BatchExecutor | None = None
-        # The runner, if it monitors its device's memory.
-        self._watched: Runner | None = None
-        # None without a limit, in a thread, or once the worker has asked to be replaced.
-        self._memory_limit: MemoryLimit | None = None
-        self._begun: queue.SimpleQueue[Begun | None] = queue.SimpleQueue()
-        self._answerer: threading.Thread | None = None
+    _channel: Channel
+    on_load: Callable[[frames.LoadModel], None] | None = None
+    on_ready: Callable[[], None] | None = None
+    # Exits the process; None if the worker runs in a thread.
+    die: Callable[[], None] | None = None
+    _memory: WorkerMemory | None = None
+    _loaded: BatchExecutor | None = None
+    # The runner, if it monitors its device's memory.
+    _watched: Runner | None = None
+    # None without a limit, in a thread, or once the worker has asked to be replaced.
+    _memory_limit: MemoryLimit | None = None
+    _begun: queue.SimpleQueue[Begun | None] = field(default_factory=queue.SimpleQueue)
+    _answerer: threading.Thread | None = None
 
     def serve(self) -> None:
         """Handle frames until the core closes the socket or sends Stop."""
@@ -139,18 +134,18 @@ class Worker:
             return False
         config = frame.model
         try:
-            if self._on_load is not None:
-                self._on_load(frame)
+            if self.on_load is not None:
+                self.on_load(frame)
             self._memory = memory = WorkerMemory(config, frame.spill_bytes, fds)
             runner, ready = load_runner(config, frame.proof)
         except BaseException as error:  # Any exception of the model's code is the answer to Load.
             self._channel.send(frames.StartFailed(describe_load_error(error, config)))
             return False
         self._loaded = BatchExecutor(config, runner, memory, ready.proof)
-        if self._on_ready is not None:
-            self._on_ready()
+        if self.on_ready is not None:
+            self.on_ready()
         self._watched = model_in(runner)
-        if self._die is not None and config.memory_bytes is not None:
+        if self.die is not None and config.memory_bytes is not None:
             self._memory_limit = MemoryLimit(config.memory_bytes)
         self._pin(memory.spill.input.view)
         if runner.runs_ahead:
@@ -164,7 +159,7 @@ class Worker:
         memory while the process lives, and the GPU could still read it."""
         assert self._loaded is not None
         runner = self._loaded.runner
-        if self._die is not None:
+        if self.die is not None:
             (runner.inner if isinstance(runner, Headed) else runner).pin(memory)
 
     def _failed(self, batch: int, error: BaseException) -> frames.BatchFailed:
@@ -172,9 +167,9 @@ class Worker:
         core then finds the culprit by running the requests again, each alone."""
         answer = frames.BatchFailed(batch, explain_error(error))
         assert self._loaded is not None
-        if self._die is not None and model_in(self._loaded.runner).is_lost():
+        if self.die is not None and model_in(self._loaded.runner).is_lost():
             log.error("the GPU is lost to this worker: %s", answer.error)
-            self._die()
+            self.die()
         return answer
 
     def _run(self, frame: frames.Dispatch) -> None:
@@ -205,9 +200,7 @@ class Worker:
         follows it. Invariant: the exceptions of the batch are gone."""
         if self._memory_limit is None:
             return
-        errors = (
-            (answer.error,) if isinstance(answer, frames.BatchFailed) else answer.errors.values()
-        )
+        errors = answer.errors.values() if isinstance(answer, frames.Done) else [answer.error]
         reason = self._memory_limit.restart_reason(errors)
         if reason:
             self._memory_limit = None

@@ -69,15 +69,13 @@ def _by_name(given: Given, specs: Mapping[str, TensorSpec], model: str) -> Mappi
     for names in (list(specs), required):
         if len(names) == 1:
             return {names[0]: given}
-    raise InvalidRequest(
-        f"model '{model}' has {len(specs)} inputs; give them by name: {', '.join(specs)}"
-    )
+    text = f"model '{model}' has {len(specs)} inputs; give them by name: {', '.join(specs)}"
+    raise InvalidRequest(text)
 
 
 def _too_large(spec: TensorSpec) -> InvalidRequest:
-    return InvalidRequest(
-        f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
-    )
+    text = f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
+    return InvalidRequest(text)
 
 
 def _wrong_type(spec: TensorSpec, array: Array) -> InvalidRequest:

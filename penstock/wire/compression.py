@@ -31,9 +31,8 @@ def inflate(data: Buffer, encoding: bytes, max_bytes: int) -> bytes:
             raise InvalidRequest(text) from None
         left -= len(parts[-1])
         if left < 0:
-            raise TooLarge(
-                f"the request body inflates to more than {max_bytes} bytes (--max-body-bytes)"
-            )
+            text = f"the request body inflates to more than {max_bytes} bytes (--max-body-bytes)"
+            raise TooLarge(text)
         if not inflater.eof:
             raise InvalidRequest(f"the {encoding.decode()} body is cut off")
         rest = inflater.unused_data

@@ -153,13 +153,13 @@ class StatisticsAnswer(msgspec.Struct):
     model_stats: list[JsonObject]
 
 
-class IndexRow(msgspec.Struct):
-    """A version in the repository."""
+class IndexRow(msgspec.Struct, omit_defaults=True):
+    """A version in the repository. Empty fields are left out."""
 
     name: str
-    version: str | msgspec.UnsetType = msgspec.UNSET
-    state: str | msgspec.UnsetType = msgspec.UNSET
-    reason: str | msgspec.UnsetType = msgspec.UNSET
+    version: str = ""
+    state: str = ""
+    reason: str = ""
 
 
 class OpenAiModel(msgspec.Struct):

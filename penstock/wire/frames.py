@@ -76,8 +76,7 @@ class Proof(Frame, tag="prf"):
 
 
 class LoadModel(Frame, tag="load"):
-    """First frame to a worker, with two descriptors: input spill, output spill. With a `proof`, the
-    trial runs are skipped."""
+    """First frame to a worker, with the input and output spill. A `proof` replaces trial runs."""
 
     version: int
     model: ModelConfig
@@ -112,8 +111,7 @@ class Dispatch(Frame, tag="run"):
 
 
 class Release(Frame, tag="rel"):
-    """The outputs at these offsets of the worker's spill, or of the front's answers, have been
-    read."""
+    """The outputs at these offsets of a worker's spill, or of a front's answers, were read."""
 
     offsets: tuple[int, ...]
 
@@ -282,9 +280,8 @@ class Forward(Frame, tag="fwd"):
 
 
 class Forwarded(Frame, tag="fwdr"):
-    """Bytes for the client, as the one piece of `parcel`, whose memory is free after a Release;
-    `keeps`: the connection stays open. `is_cut`: it is closed without a further answer. `is_part`:
-    more follows."""
+    """Bytes for the client, as the one piece of `parcel`, whose memory is free after a Release. The
+    connection then stays open if `keeps`. `is_cut`: closed unanswered; `is_part`: more follows."""
 
     call: int
     parcel: Parcel
@@ -293,8 +290,7 @@ class Forwarded(Frame, tag="fwdr"):
     is_part: bool = False
 
 
-# Actions of `serving.management`, and one of the fronts' own: count an inference request that the
-# front could not decode.
+# Actions of `serving.management`, and one to count a request that the front could not decode.
 AskKind = Literal[
     "ready", "server_metadata", "model_ready", "metadata", "config", "statistics", "index", "load",
     "unload", "count_request",
@@ -315,8 +311,7 @@ class Ask(Frame, tag="ask"):
 
 
 class AskReply(Frame, tag="ans"):
-    """JSON, or empty. A long body is in shared memory, as the one piece of `parcel`, until a
-    Release."""
+    """JSON, or empty. A long body is the piece of `parcel`, in shared memory until a Release."""
 
     call: int
     body: bytes

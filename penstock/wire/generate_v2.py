@@ -94,9 +94,8 @@ def _parameters(fields: JsonObject) -> JsonObject:
         raise InvalidRequest("parameters: expected an object", "parameters")
     packed = fields.get("sampling_parameters")
     if packed is not None and not isinstance(packed, str):
-        raise InvalidRequest(
-            "sampling_parameters: expected JSON as a string", "sampling_parameters"
-        )
+        text = "sampling_parameters: expected JSON as a string"
+        raise InvalidRequest(text, "sampling_parameters")
     found = _object(packed.encode(), "sampling_parameters") if packed else {}
     found |= inner or {}
     found |= fields
@@ -156,13 +155,9 @@ class GenerateForm:
         return b"data: " + _encode({"error": str(error)}) + b"\n\n"
 
     def _json(self, text: object) -> dict[str, object]:
-        found: dict[str, object] = {
-            "model_name": self.model_name,
-            "model_version": self.model_version,
-        }
-        if self.asked.id:
-            found["id"] = self.asked.id
-        return {**found, "text_output": text}
+        named = {"model_name": self.model_name, "model_version": self.model_version}
+        id = {"id": self.asked.id} if self.asked.id else {}
+        return {**named, **id, "text_output": text}
 
 
 def _one_or_all(values: Sequence[object]) -> object:

@@ -31,6 +31,7 @@ class AnswerChoice:
 class TokenUsage:
     num_prompt: int
     num_generated: int
+    # Prompt tokens found in the prefix cache.
     num_cached: int = 0
 
     def json(self) -> dict[str, object]:

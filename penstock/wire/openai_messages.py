@@ -49,9 +49,8 @@ def _read_content(message: Message, where: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        return "".join(
-            _read_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)
-        )
+        places = enumerate(content)
+        return "".join(_read_part(part, f"{where}.content[{place}]") for place, part in places)
     if content is None and message["role"] == "assistant":
         # It has tool calls or a refusal instead.
         refusal = message.get("refusal")

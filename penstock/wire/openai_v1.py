@@ -233,24 +233,21 @@ def check_range(name: str, value: float | None, least: float | None, most: float
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given or ())
     if len(stops) > MAX_STOPS or any(not 1 <= len(each) <= MAX_STOP_CHARS for each in stops):
-        raise InvalidRequest(
-            f"stop: expected at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", "stop"
-        )
+        text = f"stop: expected at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters"
+        raise InvalidRequest(text, "stop")
     return stops
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
     if len(given) > MAX_BIASES:
-        raise InvalidRequest(
-            f"logit_bias: {len(given)}; expected at most {MAX_BIASES}", "logit_bias"
-        )
+        text = f"logit_bias: {len(given)}; expected at most {MAX_BIASES}"
+        raise InvalidRequest(text, "logit_bias")
     for token, value in given.items():
         is_token = token.isdecimal() and len(token) <= MAX_DIGITS
         if not is_token or not -100 <= value <= 100:
             shown = f"'{token[:MAX_SHOWN]}': {value}"
-            raise InvalidRequest(
-                f"logit_bias: {shown}; expected tokens with -100 to 100", "logit_bias"
-            )
+            text = f"logit_bias: {shown}; expected tokens with -100 to 100"
+            raise InvalidRequest(text, "logit_bias")
     return {int(token): value for token, value in given.items()}
 
 
@@ -258,7 +255,6 @@ def has_usage(found: SamplingFields) -> bool:
     if found.stream_options is None:
         return False
     if not found.stream:
-        raise InvalidRequest(
-            "stream_options is for streams; expected stream to be true", "stream_options"
-        )
+        text = "stream_options is for streams; expected stream to be true"
+        raise InvalidRequest(text, "stream_options")
     return bool(found.stream_options.include_usage)

@@ -1,5 +1,4 @@
-"""Errors on the wire: the status of each kind in every protocol, in one table, and their JSON.
-Pure."""
+"""Errors on the wire: one table of statuses, by kind and protocol, and their JSON. Pure."""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ class Codec:
         self, request: Request, response: Response, specs: Sequence[TensorSpec] | None = ()
     ) -> tuple[bytes, list[Buffer]]:
         """Return the JSON part and the raw tensors after it (none when every output is JSON).
-        `specs` are the model's outputs, for class labels; None when requested classes are already
-        computed."""
+        `specs` are the model's outputs, for class labels; None: classes are computed already."""
         template = None
         has_form = request.form is not None and response.form is not None
         if has_form:

@@ -1,30 +1,31 @@
-"""Client side of a v2 inference over HTTP: tensors to a binary request, an answer to arrays.
-Pure."""
+"""A v2 inference over HTTP as its client sees it: tensors to bytes, an answer to arrays. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from penstock.errors import BackendFailed
-from penstock.types import Array, Buffer, Tensor, to_array
+from penstock.types import Array, Tensor, from_array, to_array
 
 HEAD_LENGTH = "Inference-Header-Content-Length"
 
 
-class WireTensor(Protocol):
-    """Any value with these fields; its data is in wire form."""
+class Values(msgspec.Struct, array_like=True):
+    """A tensor in messages between processes; BYTES with lengths, as on the wire."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def datatype(self) -> str: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def data(self) -> Buffer: ...
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, name: str, datatype: str, array: Array) -> Values:
+        return cls(name, datatype, array.shape, bytes(from_array(name, datatype, array).data))
+
+    def array(self) -> Array:
+        return to_array(Tensor(self.name, self.datatype, self.shape, self.data))
 
 
 class _Parameters(msgspec.Struct):
@@ -46,7 +47,7 @@ class _BinaryAnswer(msgspec.Struct):
 _answers = msgspec.json.Decoder(_BinaryAnswer)
 
 
-def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
+def encode_infer(tensors: Sequence[Tensor | Values]) -> tuple[int, bytes]:
     """Return the head's length and the whole binary request, which asks for binary outputs."""
     inputs = [
         {

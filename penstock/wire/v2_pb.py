@@ -47,8 +47,7 @@ CONTENTS: Mapping[str, str] = {
     "UINT32": "uint_contents", "UINT64": "uint64_contents",
     "FP32": "fp32_contents", "FP64": "fp64_contents",
 }  # fmt: skip
-# Typed elements per request. They are converted one by one on the event loop, which delays all
-# other requests.
+# Typed elements per request: converting them one by one delays all other requests.
 MAX_TYPED = 4 << 20
 # Requests an empty final answer, for models that may send none or several.
 _KINDS = {bool: "bool", int: "int64", float: "double", str: "string"}
@@ -71,9 +70,7 @@ def decode_infer(message: Proto, sink: ReplySink, received: float) -> Request:
         if "shared_memory_region" in item.parameters:
             raise Unsupported(f"input '{item.name}': shared memory regions are not supported")
     inputs = _raw(message) if message.raw_input_contents else _typed(message)
-    outputs = [
-        RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
-    ]
+    outputs = [RequestedOutput(o.name, _parameters(o.parameters)) for o in message.outputs]
     check_outputs(outputs)
     request = Request(sink, inputs, received, id=message.id, outputs=outputs)
     if message.parameters:
@@ -87,16 +84,13 @@ def decode_infer(message: Proto, sink: ReplySink, received: float) -> Request:
 
 def encode_answer(request: Request, response: Response) -> Proto:
     """Return a ModelInferResponse; copies the tensors."""
-    outputs = service_pb2.ModelInferResponse.InferOutputTensor
+    outputs, tensors = service_pb2.ModelInferResponse.InferOutputTensor, response.outputs
     message = service_pb2.ModelInferResponse(
         model_name=response.model_name,
         model_version=response.model_version,
         id=request.id,
-        outputs=[
-            outputs(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-            for tensor in response.outputs
-        ],
-        raw_output_contents=[bytes(tensor.data) for tensor in response.outputs],
+        outputs=[outputs(name=t.name, datatype=t.datatype, shape=t.shape) for t in tensors],
+        raw_output_contents=[bytes(tensor.data) for tensor in tensors],
     )
     for name, value in (response.parameters or {}).items():
         set_parameter(message.parameters[name], value)
@@ -193,10 +187,7 @@ def make_infer(model: str, version: str, tensors: Sequence[Tensor]) -> Proto:
     return service_pb2.ModelInferRequest(
         model_name=model,
         model_version=version,
-        inputs=[
-            inputs(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-            for tensor in tensors
-        ],
+        inputs=[inputs(name=t.name, datatype=t.datatype, shape=t.shape) for t in tensors],
         raw_input_contents=[bytes(tensor.data) for tensor in tensors],
     )
 

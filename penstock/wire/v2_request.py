@@ -159,9 +159,8 @@ def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]
     if not _is_count(size):
         raise wrong_input(item.name, f"binary_data_size must be a number of bytes, got {size!r}")
     if item.data:
-        raise InvalidRequest(
-            f"input '{item.name}' has both 'data' and 'binary_data_size'; expected one of them"
-        )
+        text = f"input '{item.name}' has both 'data' and 'binary_data_size'; expected one of them"
+        raise InvalidRequest(text)
     end = position + size
     if end > len(tail):
         left = f"only {len(tail) - position} bytes are left in the request body"
@@ -198,8 +197,7 @@ def _from_json(item: _Input) -> Buffer:
 
 
 def _pack(datatype: Datatype, values: JsonList) -> Buffer:
-    """Pack numbers; few of them several times faster than numpy. OverflowError or struct.error if
-    one does not fit."""
+    """Pack numbers, a few faster than numpy; OverflowError or struct.error if one does not fit."""
     if len(values) <= MAX_PACKED:
         assert datatype.itemsize is not None
         return packer(datatype, len(values) * datatype.itemsize).pack(*values)
@@ -308,9 +306,8 @@ def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None
     are reserved, as in Triton."""
     for name in parameters:
         if name.startswith(RESERVED):
-            raise InvalidRequest(
-                f"parameter '{name:.100}': names that begin with '{RESERVED}' are reserved"
-            )
+            text = f"parameter '{name:.100}': names that begin with '{RESERVED}' are reserved"
+            raise InvalidRequest(text)
     is_binary = parameters.pop("binary_data_output", False)
     if not isinstance(is_binary, bool):
         raise InvalidRequest("parameter 'binary_data_output' must be true or false")

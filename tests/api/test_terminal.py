@@ -18,7 +18,7 @@ from penstock.serving.explain import (
     ProcessState,
     SeenShape,
 )
-from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan
+from penstock.serving.placement import GpuPlan, Need, Share, make_plan
 from penstock.system.devices import Gpu
 
 ANSWER = Explanation(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from simulated import columns
 
 from penstock.benchmark.exchange import Collector, StreamTimes, TimedExchange, TimingSample
-from penstock.benchmark.recorder import LENGTH_S, MAX_SAMPLES, MAX_WINDOWS, Recorder, limits
+from penstock.benchmark.recorder import LENGTH_S, MAX_SAMPLES, MAX_WINDOWS, Recorder
 from penstock.benchmark.stats import histogram
 from penstock.slo import parse
 
@@ -231,7 +231,7 @@ def test_without_limits_nothing_is_in_an_slo():
     ],
 )
 def test_the_limit_of_one_request_is_the_tightest_tail(slo, found):
-    assert limits(parse(slo)) == found
+    assert parse(slo).limits_s == found
 
 
 # Samples.

@@ -103,7 +103,7 @@ def test_a_summary_that_was_changed_changes_nothing(tmp_path: Path) -> None:
         ),
         (
             '{"target": {}, "levels": [], "format": 1}',
-            "not a whole bench file: Object missing required field",
+            "not the whole of a run: Object missing required field",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_what_is_no_run_is_refused_in_words(text: str, problem: str, tmp_path: P
 
 
 def test_no_file_a_folder_and_a_bad_slo(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file; expected one of penstock bench or"):
+    with pytest.raises(ConfigError, match="no such file; expected what penstock bench or"):
         read_run(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_run(tmp_path)

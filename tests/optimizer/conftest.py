@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.optimizer import endpoints, model_run
-from penstock.optimizer.results import Conditions
+from penstock.optimizer.machine import Conditions
 
 SPEED_S = 1e-3
 

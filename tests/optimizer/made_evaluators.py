@@ -13,7 +13,7 @@ from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.subject import Subject
 from penstock.optimizer.tensor_run import TensorRun
-from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import TimeBudget
 
 
 def made_record(evaluator: Any, findings: Findings) -> Optimization:
@@ -32,7 +32,9 @@ def made_evaluator(
     budget: TimeBudget | None = None,
 ) -> Evaluator:
     is_on_gpu = subject.build.config.uses_gpu
-    budget = budget or TimeBudget(plan, Findings(), time.monotonic, is_on_gpu=is_on_gpu)
+    budget = budget or TimeBudget(
+        plan, Findings(), time.monotonic, time.monotonic(), is_on_gpu=is_on_gpu
+    )
     return Evaluator(
         RunContext(plan, machine, subject, examples, journal, budget, lambda doing: None)
     )

@@ -27,8 +27,9 @@ from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
+from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Conditions, Optimization, ServedMeasurement, Try
+from penstock.optimizer.results import Optimization, ServedMeasurement, Try
 from penstock.slo import parse
 from penstock.types import Array
 

@@ -20,7 +20,8 @@ from penstock.optimizer.disturbance import (
     own_doubts,
     prediction_gap,
 )
-from penstock.optimizer.results import Conditions, ServedMeasurement, TermVerdict, Turn
+from penstock.optimizer.machine import Conditions
+from penstock.optimizer.results import ServedMeasurement, TermVerdict, Turn
 
 RATE, LIMIT_S = 300.0, 0.05
 QUIET = Conditions(own_cpu=0.4, speed_s=1e-3, load_average=0.8, num_cores=2)

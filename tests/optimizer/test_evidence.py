@@ -16,7 +16,7 @@ from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.results import Optimization
 from penstock.repository import layout, manifest, staging
 from penstock.serving.fleet import CONTEXT_BYTES, need_of
-from penstock.serving.memory_plan import Need
+from penstock.serving.placement import Need
 
 
 @pytest.fixture

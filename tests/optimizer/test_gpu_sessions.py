@@ -27,8 +27,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.subject import Subject
-from penstock.optimizer.time_budget import TimeBudget
-from penstock.optimizer.time_plan import CutOff, TookTooLong
+from penstock.optimizer.time_plan import CutOff, TimeBudget, TookTooLong
 from penstock.system import devices
 
 MOST = 2, 4
@@ -290,7 +289,7 @@ def compiled_lab(tmp_path: Path) -> Callable[..., contextlib.AbstractContextMana
         machine = Machine("a processor", 4, 1 << 33, ())
         with Journal(tmp_path / "run") as journal:
             subject = Subject(build, "pytorch", "", "")
-            budget = TimeBudget(plan, Findings(), lambda: 0.0, is_on_gpu=True)
+            budget = TimeBudget(plan, Findings(), lambda: 0.0, 0.0, is_on_gpu=True)
             budget.stage = stage
             lab = made_evaluator(plan, machine, subject, examples, journal, budget)
             with contextlib.closing(lab):

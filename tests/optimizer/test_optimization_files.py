@@ -45,7 +45,10 @@ def test_the_verdict_is_there_for_other_tools_and_the_file_is_plain_json(tmp_pat
         ("[1]", "JSON, but not of an optimisation; expected what penstock optimize --json writes"),
         ('{"format": 1}', "JSON, but not of an optimisation; "),
         ('{"tries": [], "outcome": "met", "machine": 1, "format": 9}', "format 9; this version"),
-        ('{"tries": 1, "outcome": "met", "machine": 1, "format": 1}', "not a whole optimisation: "),
+        (
+            '{"tries": 1, "outcome": "met", "machine": 1, "format": 1}',
+            "not the whole of an optimisation: ",
+        ),
     ],
 )
 def test_what_is_no_optimisation_is_refused_in_words(

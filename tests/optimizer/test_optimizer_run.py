@@ -27,9 +27,9 @@ from penstock.optimizer import (
     endpoints,
     evidence,
     run,
-    served,
     shapes,
     tensor_run,
+    time_plan,
     trials,
     workspace,
 )
@@ -396,7 +396,7 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_nvml.build(tmp_path / "driver").parent))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(devices, "read_gpus", lambda: (GPU,))
-    monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+    monkeypatch.setattr(time_plan, "WARM_UP_S", 0.3)
     folder = null_build(tmp_path, a_ms=1, copy_ms=1, gpu_memory_bytes=1 << 20).folder
     with open(folder / "config.pbtxt", "a") as file:
         file.write("\ninstance_group { kind: KIND_GPU }\n")

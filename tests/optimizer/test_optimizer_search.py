@@ -27,7 +27,7 @@ from penstock.optimizer.progress import Progress, ProgressReporter, stages_of
 from penstock.optimizer.results import FallbackLayer, ServedMeasurement, TermVerdict
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.time_budget import TimeBudget
+from penstock.optimizer.time_plan import TimeBudget
 from penstock.types import TensorSpec
 
 WISH = slo.parse("p99 < 50ms at 200/s")
@@ -221,6 +221,7 @@ def made_search(
     began: float | None = None,
 ) -> Search:
     findings, is_on_gpu = Findings(), lab.device != "cpu"
+    began = lab.clock() if began is None else began
     lab.time_budget = TimeBudget(lab.plan, findings, lab.clock, began, is_on_gpu=is_on_gpu)
     progress = ProgressReporter(
         watch,

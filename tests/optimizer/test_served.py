@@ -14,7 +14,7 @@ from served_builds import null_build
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.stats import Interval
 from penstock.errors import BackendFailed
-from penstock.optimizer import endpoints, served
+from penstock.optimizer import endpoints, served, time_plan
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.time_plan import CutOff, MeasurementLimits
@@ -71,7 +71,7 @@ class TestEndpoint:
     @pytest.mark.slow
     def test_the_speed_of_the_processor_is_not_that_of_a_gpu(self, tmp_path: Path, monkeypatch):
         """The model is served on the CPU here; its configuration, as read, says otherwise."""
-        monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+        monkeypatch.setattr(time_plan, "WARM_UP_S", 0.3)
         build = null_build(tmp_path)
         plan = a_plan("p99 < 1s", duration_s=0.3)
         (turn,) = measured(build, plan, numbers(3), silent).turns
@@ -114,7 +114,7 @@ class TestServers:
 
     @pytest.mark.slow
     def test_stay_for_the_next_measurement(self, tmp_path: Path, monkeypatch):
-        monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+        monkeypatch.setattr(time_plan, "WARM_UP_S", 0.3)
         build = null_build(tmp_path)
         before = self.children()
         servers = endpoints.Servers()
@@ -162,7 +162,7 @@ class TestServers:
 
 @pytest.mark.verify
 def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+    monkeypatch.setattr(time_plan, "WARM_UP_S", 0.3)
     quick = null_build(tmp_path / "a", a_ms=1)
     slow = null_build(tmp_path / "b", a_ms=100)
     slo = "p99 < 90ms, goodput >= 50 %, throughput >= 5/s, memory <= 100GiB at 40/s"
@@ -211,7 +211,7 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
     driver = fake_nvml.build(tmp_path / "driver").parent
     monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+    monkeypatch.setattr(time_plan, "WARM_UP_S", 0.3)
     build = null_build(tmp_path, gpu_memory_bytes=3 << 30)
     with open(build.folder / "config.pbtxt", "a") as file:
         file.write("\ninstance_group { kind: KIND_GPU }\n")

@@ -13,8 +13,9 @@ from penstock.benchmark.stats import Interval
 from penstock.benchmark.targets import Counters
 from penstock.config import Postprocess, Preprocess
 from penstock.optimizer import served, served_figures
+from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Conditions, ServedMeasurement, TermVerdict
+from penstock.optimizer.results import ServedMeasurement, TermVerdict
 from penstock.slo import parse
 
 NAN = Interval(math.nan, math.nan, math.nan)

@@ -267,7 +267,7 @@ def test_repository_of_several_models_is_not_one_model(tmp_path: Path) -> None:
         (tmp_path / "models" / name / "1").mkdir(parents=True)
         write_linear(tmp_path / "models" / name / "1" / "model.onnx")
     (problem,) = problems_of(tmp_path / "models", tmp_path / "original")
-    assert "holds several models (a, b); name the folder of one" in problem
+    assert "holds a, b; name the folder of one" in problem
 
 
 def test_factory_is_taken_along_with_its_weights(here: Path) -> None:

@@ -17,7 +17,8 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.time_plan import CutOff, TookTooLong
-from penstock.optimizer.trial_child import Compute, Computed, LoadTrial, TrialLoaded, Values
+from penstock.optimizer.trial_child import Compute, Computed, LoadTrial, TrialLoaded
+from penstock.wire.v2_client import Values
 
 PADDED = """
 parameters { key: "penstock.pad" value { string_value: "x[0]=0" } }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.processes.channel import Sender, socket_pair
+from penstock.processes.channel import Datagrams, socket_pair
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -23,7 +23,8 @@ def test_descriptors_of_frames_that_wait_are_kept_until_they_leave(is_read: bool
     async def main() -> None:
         ours, theirs = socket_pair()
         with ours, theirs:
-            sender = Sender(asyncio.get_running_loop(), ours)
+            loop = asyncio.get_running_loop()
+            sender = Datagrams(loop, ours, lambda data: None, lambda: None)
             num_sent = 0
             while not sender.num_waiting:
                 sender.send(b"filler" * 10_000)

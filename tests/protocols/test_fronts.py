@@ -261,7 +261,7 @@ class Held:
         self.num_left = 0
 
     def __call__(self, exchange: Exchange) -> None:
-        exchange.waiter = self
+        exchange.abandon = self.abandon
         self.exchanges.append(exchange)
 
     def abandon(self) -> None:

@@ -27,13 +27,6 @@ from penstock.protocols.http_server import HttpServer
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-class Told:
-    """A waiter that passes on that the client left."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self.abandon = tell
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every asynchronous test runs on both kinds of event loop."""
     if inspect.iscoroutinefunction(metafunc.function):
@@ -804,12 +797,8 @@ async def test_a_client_that_reads_nothing_of_a_stream_is_let_go(serve: Any) -> 
     left: list[str] = []
     kept: list[int] = []
 
-    class Waiter:
-        def abandon(self) -> None:
-            left.append("left")
-
     def flood(exchange: Exchange) -> None:
-        exchange.waiter = Waiter()
+        exchange.abandon = lambda: left.append("left")
         exchange.start_stream(200, b"")
         for count in range(100):
             exchange.stream(bytes(1 << 20))
@@ -969,7 +958,7 @@ async def test_a_stream_that_nobody_reads_is_abandoned(serve: Any, quick_sweep: 
         client.writer.transport.pause_reading()
         await client.send(get())
         exchange = await hold.arrived.get()
-        exchange.waiter = Told(left.set)
+        exchange.abandon = left.set
         exchange.start_stream(200, b"")
         exchange.stream(bytes(4 << 20))
         await left.wait()
@@ -1085,7 +1074,7 @@ async def test_a_client_that_leaves_abandons_its_request(
         async with served.connect() as client:
             await client.send(get("/1") + get("/2"))
             exchange = await hold.arrived.get()
-            exchange.waiter = Told(left.set)
+            exchange.abandon = left.set
             if is_reset:
                 client.reset()
         await left.wait()
@@ -1104,7 +1093,7 @@ async def test_a_request_that_was_answered_is_not_abandoned(serve: Any, until: A
         async with served.connect() as client:
             await client.send(get())
             exchange = await hold.arrived.get()
-            exchange.waiter = Told(lambda: pytest.fail("it has its answer"))
+            exchange.abandon = lambda: pytest.fail("it has its answer")
             exchange.reply(200, b"", ())
             await client.answer()
         await until(lambda: served.http.num_connections == 0)
@@ -1187,7 +1176,7 @@ async def test_close_ends_every_connection_even_of_clients_that_do_not_read(
         stuck.writer.transport.pause_reading()
         (await hold.arrived.get()).reply(200, b"", (bytes(32 << 20),))
         await busy.send(get())
-        (await hold.arrived.get()).waiter = Told(left.set)
+        (await hold.arrived.get()).abandon = left.set
         await served.http.close()
         assert await busy.rest() == b""
         assert left.is_set()

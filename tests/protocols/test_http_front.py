@@ -210,15 +210,11 @@ async def test_whoever_leaves_a_stream_is_reported_and_the_rest_goes_nowhere(unt
     asked: list[Exchange] = []
     left: list[str] = []
 
-    class Waiter:
-        def abandon(self) -> None:
-            left.append("left")
-
     async with serving(handler=asked.append) as served:
         async with served.connect() as client:
             client.writer.write(b"GET /v2/logging HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await until(lambda: bool(asked))
-            asked[0].waiter = Waiter()
+            asked[0].abandon = lambda: left.append("left")
             asked[0].start_stream(200, b"")
             asked[0].stream(b"one")
             await client.reader.readuntil(b"one")
@@ -257,12 +253,8 @@ async def test_http_1_0_and_head_are_answered_as_they_should_be(method: str):
 async def test_a_client_that_leaves_is_reported_to_the_core(until: Until):
     left: list[str] = []
 
-    class Waiter:
-        def abandon(self) -> None:
-            left.append("left")
-
     def hold(exchange: Exchange) -> None:
-        exchange.waiter = Waiter()
+        exchange.abandon = lambda: left.append("left")
 
     async with serving(handler=hold) as served:
         async with served.connect() as client:

@@ -1,5 +1,6 @@
 """Frames over a socket that may be full or gone, and tensors through shared memory."""
 
+import asyncio
 import contextlib
 import errno
 import socket
@@ -9,8 +10,16 @@ from typing import Any
 import pytest
 
 from penstock.errors import TooLarge
-from penstock.processes.channel import socket_pair
-from penstock.protocols.line import INLINE_BYTES, Line, Outbox, reserve, unpack, why_not_listen
+from penstock.processes.channel import Datagrams, socket_pair
+from penstock.protocols.line import (
+    INLINE_BYTES,
+    Line,
+    Outbox,
+    handle_all,
+    reserve,
+    unpack,
+    why_not_listen,
+)
 from penstock.serving.slab import Segment
 from penstock.types import Tensor
 from penstock.wire import frames
@@ -26,13 +35,20 @@ class End:
         self.sock = sock
         self.heard: list[Any] = []
         self.is_lost = False
-        self.line: Line[Any] = Line(sock, decode, self.heard.append, self._lost)
+        self._decode = decode
+        self.datagrams = Datagrams(asyncio.get_running_loop(), sock, self._hear, self._lost)
+        self.line = Line(self.datagrams.send)
+
+    def _hear(self, data: memoryview) -> None:
+        handle_all(self._decode(data), self.heard.append)
 
     def _lost(self) -> None:
         self.is_lost = True
 
     def close(self) -> None:
+        self.line.flush()
         self.line.close()
+        self.datagrams.close()
         self.sock.close()
 
 
@@ -57,24 +73,16 @@ async def test_frames_arrive_in_order_though_the_socket_is_full(pair, until):
     front.close()
 
 
-async def test_a_frame_that_cannot_be_handled_takes_no_other_with_it(until, caplog):
+def test_a_frame_that_cannot_be_handled_takes_no_other_with_it(caplog):
     def receive(frame: frames.FromFront) -> None:
         if frame == frames.Cancel(1):
             raise KeyError(1)
         heard.append(frame)
 
     heard: list[frames.FromFront] = []
-    ours, theirs = socket_pair()
-    line = Line(ours, frames.decode_all_from_front, receive, lambda: None)
-    front = End(theirs, frames.decode_all_to_front)
-    for call in range(3):
-        front.line.send(frames.Cancel(call))
-    await until(lambda: len(heard) == 2)
+    handle_all([frames.Cancel(call) for call in range(3)], receive)
     assert heard == [frames.Cancel(0), frames.Cancel(2)]
     assert "a frame could not be handled: Cancel" in caplog.text
-    line.close()
-    ours.close()
-    front.close()
 
 
 async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pair, until):
@@ -84,7 +92,7 @@ async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pai
     await until(lambda: core.is_lost)
     assert core.heard == [frames.Cancel(1)]
     core.line.send(frames.Stop())
-    core.line.read()
+    core.datagrams.read()
     core.close()
 
 

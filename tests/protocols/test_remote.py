@@ -8,7 +8,7 @@ import pytest
 from doubles import RecordingSink
 
 from penstock.errors import BackendFailed, Cancelled, Overloaded, TooLarge
-from penstock.processes.channel import socket_pair
+from penstock.processes.channel import Datagrams, socket_pair
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line
 from penstock.protocols.remote import KINDS, MAX_HEAD_BYTES, MAX_WAITING, Remote
 from penstock.serving.slab import Segment
@@ -27,14 +27,20 @@ class Core:
         self._theirs = theirs
         self.segments = [Segment(2 * BIG) for _ in range(2)]
         self.heard: list[Any] = []
-        self.line: Line[Any] = Line(
-            self._sock, frames.decode_all_from_front, self.heard.append, lambda: None
-        )
+        loop = asyncio.get_running_loop()
+        self._datagrams = Datagrams(loop, self._sock, self._hear, lambda: None)
+        self.line = Line(self._datagrams.send)
         self.remote = Remote(theirs, *self.segments)
 
+    def _hear(self, data: memoryview) -> None:
+        self.heard.extend(frames.decode_all_from_front(data))
+
     def leave(self) -> None:
-        self.line.close()
-        self._sock.close()
+        if self.line.is_open:
+            self.line.flush()
+            self.line.close()
+            self._datagrams.close()
+            self._sock.close()
 
     def close(self) -> None:
         self.leave()

@@ -9,7 +9,7 @@ import pytest
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.repository import layout, versions
 from penstock.serving.fleet import CONTEXT_BYTES, WORKSPACE_BYTES, need_of, weight_bytes
-from penstock.serving.memory_plan import Need
+from penstock.serving.placement import Need
 from penstock.types import TensorSpec
 
 FIXED_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.serving.memory_plan import Need, Share, describe_share, gib, make_plan, shortages
+from penstock.serving.placement import Need, Share, describe_share, gib, make_plan, shortages
 from penstock.system.devices import Gpu
 
 GIB = 1 << 30

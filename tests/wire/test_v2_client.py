@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer.trial_child import Values
 from penstock.types import Request, Response, from_array
 from penstock.wire.v2 import Codec
-from penstock.wire.v2_client import decode_answer, encode_infer
+from penstock.wire.v2_client import Values, decode_answer, encode_infer
 from penstock.wire.v2_templates import encode_answer
 
 ARRAYS = {

@@ -21,6 +21,7 @@ from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.shared import config_digest, counters_of, in_short, tensors_of
 from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
+from penstock.data.files import digest
 from penstock.errors import ConfigError, PenstockError
 from penstock.processes.life import ProcessLife
 from penstock.repository import layout, onnx_file, pbtxt
@@ -68,7 +69,7 @@ class LocalTarget(Generic[Job]):
     def _cancel(self, job: Job) -> None:
         raise NotImplementedError
 
-    def _description(self, config: ModelConfig, protocol: str, digest: str) -> Description:
+    def _description(self, config: ModelConfig, protocol: str, hashed: str) -> Description:
         return Description(
             protocol=protocol,
             address=self._spec.address,
@@ -78,7 +79,7 @@ class LocalTarget(Generic[Job]):
             backend=config.backend,
             num_instances=config.num_instances,
             config_digest=config_digest(pbtxt.to_json(config)),
-            model_digest=digest,
+            model_digest=hashed,
         )
 
     async def open(self, num_connections: int) -> None:
@@ -136,8 +137,8 @@ class InProcess(LocalTarget[Request]):
     async def describe(self) -> tuple[Description, RequestForm]:
         folder, config = await asyncio.to_thread(find, self._spec)
         self._form = RequestForm("tensors", tuple(config.inputs), config.max_batch_size > 0)
-        digest = await asyncio.to_thread(model_digest, folder, config)
-        description = self._description(config, "in process", digest)
+        hashed = await asyncio.to_thread(model_digest, folder, config)
+        description = self._description(config, "in process", hashed)
         description.max_batch_size = config.max_batch_size
         return description, self._form
 
@@ -183,20 +184,9 @@ class InProcess(LocalTarget[Request]):
 
 def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
     """Return the model's folder and the configuration of the requested or newest version."""
-    where = spec.address
-    found = resolve(where, name=spec.model).read()
-    if len(found.folders) > 1:
-        names = layout.listed(sorted(found.folders))
-        raise ConfigError([f"{where}: holds {names}; say which by --model"])
-    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
-    if problems:
-        raise ConfigError([f"{where}: {problem}" for problem in problems])
-    ((name, folder),) = found.folders.items()
-    configs = [config for config in found.configs if spec.version in ("", config.version)]
-    if not configs:
-        versions = ", ".join(config.version for config in found.configs)
-        raise ConfigError([f"{where}: {name} has no version {spec.version}; there: {versions}"])
-    return folder, configs[-1]
+    found = resolve(spec.address, name=spec.model).read()
+    config = found.only(spec.address, spec.version, "say which by --model")
+    return found.folders[config.name], config
 
 
 def model_digest(folder: Path, config: ModelConfig) -> str:
@@ -205,7 +195,7 @@ def model_digest(folder: Path, config: ModelConfig) -> str:
         return files_digest(folder / config.version)
     path = Path(config.artifact)
     weights = onnx_file.weight_files(path) if path.suffix == ".onnx" else []
-    return _digest({name: file_digest(path.parent / name) for name in (path.name, *weights)})
+    return _digest({name: digest([path.parent / name]) for name in (path.name, *weights)})
 
 
 def files_digest(folder: Path) -> str:
@@ -215,20 +205,12 @@ def files_digest(folder: Path) -> str:
     if manifest is not None:
         return _digest({name: entry.sha256 for name, entry in manifest.files.items()})
     names = [name for name in manifests.names_below(folder) if (folder / name).is_file()]
-    return _digest({name: file_digest(folder / name) for name in names})
+    return _digest({name: digest([folder / name]) for name in names})
 
 
 def _digest(digests: Mapping[str, str]) -> str:
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
 
 
 def failure_text(error: PenstockError) -> str:

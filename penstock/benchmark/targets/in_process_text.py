@@ -18,14 +18,16 @@ from penstock.benchmark.targets.in_process import LocalTarget, failure_text
 from penstock.benchmark.targets.openai import FORMS, body_of, parse_extra
 from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
+from penstock.data.files import digest
 from penstock.errors import ConfigError, PenstockError
-from penstock.llm.generation import Generation, Totals
+from penstock.llm.generation import Generation
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import path_of, settings_of
 from penstock.llm.text import Text
 from penstock.llm.text_files import read_text
 from penstock.serving import local
+from penstock.wire.openai_forms import TokenUsage
 from penstock.wire.openai_prompts import CompletionRequest, read_completion
 from penstock.wire.openai_v1 import ChatRequest, read_chat
 
@@ -46,9 +48,11 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
         await asyncio.to_thread(self._check_template, config)
         self._name = config.name
         path = path_of(config)
-        compute = in_process.files_digest if path.is_dir() else in_process.file_digest
-        digest = await asyncio.to_thread(compute, path)
-        description = self._description(config, f"in process, OpenAI {self._spec.api}", digest)
+        if path.is_dir():
+            hashed = await asyncio.to_thread(in_process.files_digest, path)
+        else:
+            hashed = await asyncio.to_thread(digest, [path])
+        description = self._description(config, f"in process, OpenAI {self._spec.api}", hashed)
         return description, RequestForm(kind=FORMS[self._spec.api])
 
     def _check_template(self, config: ModelConfig) -> None:
@@ -120,7 +124,7 @@ class ChunkRecorder:
         if event.text:
             self.stream.times.append(time.monotonic())
 
-    def finished(self, totals: Totals) -> None:
+    def finished(self, totals: TokenUsage) -> None:
         self.stream.num_input_tokens = totals.num_prompt
         self.stream.num_output_tokens = totals.num_generated
         self.end(self, None if self.stream.times else "empty answer")

@@ -1,35 +1,41 @@
-"""Evaluate candidates of a language model: look in the journal first, then run processes. Results
-are on disk before they are used."""
+"""Evaluate candidates of a language model: look in the journal first, then run processes, with the
+benchmark as a streaming client of the OpenAI API. Results are on disk before they are used."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import psutil
 
+from penstock.benchmark import pacer
+from penstock.benchmark.pacer import Load, Open
+from penstock.benchmark.targets import TargetSpec
 from penstock.config import CPU
+from penstock.data import InputSpec
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import time_budget
+from penstock.llm.settings import settings_of
+from penstock.optimizer import time_plan
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.endpoints import Servers
+from penstock.optimizer.endpoints import ServedEndpoint, Servers, patience_s
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_served, text_trials
-from penstock.optimizer.llm.text_prompts import Prompts
-from penstock.optimizer.llm.text_served import TextEndpoint
+from penstock.optimizer.llm import likelihoods, text_trials
+from penstock.optimizer.llm.text_prompts import Prompts, write_load
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import ServedMeasurement
-from penstock.optimizer.served import ServedBench
+from penstock.optimizer.served import LOWEST_RATE, ServedBench
 from penstock.optimizer.served_figures import repriced
-from penstock.optimizer.time_budget import TextTime
-from penstock.optimizer.time_plan import MIN_SEARCH_S, MeasurementLimits, TookTooLong
+from penstock.optimizer.time_plan import MIN_SEARCH_S, MeasurementLimits, TextTime, TookTooLong
+from penstock.slo import Latency, Slo
 
 CHOICE, HELD_OUT = "choice", "held out"
 # Prompts judged per part, and the tokens of a long prompt that are judged, at its start and at its
@@ -43,6 +49,54 @@ BYTES, BESIDE = 4, 3 << 30
 # Rounds of the proof, and the share of the remaining time for its searches: the last level of each
 # overruns its time.
 NUM_ROUNDS, IN_TIME = 2, 0.7
+
+# All answers have the requested length, so all candidates do the same work.
+EXTRA = '{"ignore_eos": true}'
+# Requests that a level should have, and the longest time to wait for them.
+MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
+
+
+class TextEndpoint(ServedEndpoint):
+    """Endpoint of the OpenAI API. Each level sends new prompts to the server, written to `file`."""
+
+    probe_s = 20.0
+    # Answers take seconds, so a level has few of them: rates cannot be known more precisely.
+    precision = 0.15
+    is_streaming = True
+
+    def __init__(self, build: Build, prompts: Prompts, file: Path, patience_s: float) -> None:
+        super().__init__(build, str(file))
+        self._prompts = prompts
+        self._patience_s = patience_s
+        # Every server gets the same prompts, level by level.
+        self._levels = itertools.count()
+
+    def target(self, plan: Plan) -> TargetSpec:
+        origin = self.address.partition("/v2/")[0]
+        return TargetSpec(
+            f"openai+{origin}/v1",
+            model=self.build.config.name,
+            api="chat" if self._prompts.is_chat else "completions",
+            timeout_s=self._patience_s,
+            extra=EXTRA,
+        )
+
+    def inputs(self, plan: Plan) -> InputSpec:
+        # The same prompts again would hit the prefix cache.
+        level = next(self._levels)
+        write_load(self._prompts, Path(self.data), level)
+        return InputSpec(path=self.data, seed=plan.seed + level)
+
+    def level_s(self, plan: Plan, load: Load) -> float:
+        """Extend the level if too few requests would arrive in the configured time."""
+        if not isinstance(load, Open):
+            return plan.duration_s
+        enough_s = MIN_REQUESTS / max(LOWEST_RATE, pacer.mean_rate(load))
+        return max(plan.duration_s, min(MAX_LEVEL_S, enough_s))
+
+    @property
+    def num_clients(self) -> int:
+        return settings_of(self.build.config).max_sequences
 
 
 class Scores(msgspec.Struct):
@@ -73,7 +127,7 @@ class TextEvaluator:
         self._tell = tell
         self._work = journal.path.parent
         file = self._work / "prompts.jsonl"
-        patience_s = text_served.patience_of(plan.slo, prompts.longest_answer)
+        patience_s = patience_of(plan.slo, prompts.longest_answer)
         needed = 2 * (BYTES * subject.num_parameters + BESIDE)
         # Memory for one server at a time only.
         is_alone = subject.build.config.device != CPU or needed > psutil.virtual_memory().available
@@ -99,7 +153,7 @@ class TextEvaluator:
 
         def measured(bench: ServedBench) -> tuple[list[ServedMeasurement], bool]:
             found, has_ended = bench.rate_from(self.build(candidate), start)
-            return [found], has_ended or search_s >= time_budget.SEARCH_S
+            return [found], has_ended or search_s >= time_plan.TEXT_SEARCH_S
 
         key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
         (found,) = self._served("text rates", key, measured, MeasurementLimits(search_s=search_s))
@@ -108,7 +162,7 @@ class TextEvaluator:
     def prove(
         self, builds: Sequence[Build], starts: Sequence[float | None]
     ) -> list[ServedMeasurement]:
-        longest_s = time_budget.SEARCH_S
+        longest_s = time_plan.TEXT_SEARCH_S
 
         def left_s() -> float:
             """Return the time left, less what the last level of each search overruns."""
@@ -221,3 +275,13 @@ def shortened(tokens: Sequence[int]) -> tuple[int, ...]:
     if len(tokens) <= FIRST + LAST:
         return tuple(tokens)
     return (*tokens[:FIRST], *tokens[-LAST:])
+
+
+def patience_of(slo: Slo, num_tokens: int) -> float:
+    """Return the request timeout, from the SLO's limits for a whole answer or for its parts."""
+    limits = {"latency": math.inf, "ttft": math.inf, "tpot": math.inf}
+    for term in slo.terms:
+        if isinstance(term, Latency) and term.metric in limits:
+            limits[term.metric] = min(limits[term.metric], term.limit_s)
+    whole_s = min(limits["latency"], limits["ttft"] + num_tokens * limits["tpot"])
+    return patience_s(None if math.isinf(whole_s) else whole_s)

@@ -13,7 +13,7 @@ import msgspec
 from penstock.data.datasets import existing
 from penstock.data.files import ROW_SUFFIXES, read_rows
 from penstock.data.prompts import samples_from_rows
-from penstock.data.samples import InputSpec, RequestForm
+from penstock.data.samples import RequestForm
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.llm.text import Text
 
@@ -53,7 +53,7 @@ class Prompts:
 def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
     """Read the prompts; raise ConfigError if the file is invalid. Prompts that do not fit the
     context length with their answers are left out, and the description says how many."""
-    file = existing(InputSpec(path=path))
+    file = existing(path)
     if file.is_dir() or file.suffix not in ROW_SUFFIXES:
         listed = ", ".join(ROW_SUFFIXES)
         raise ConfigError([f"data: {file}: prompts are read from files that end in {listed}"])

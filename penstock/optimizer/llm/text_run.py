@@ -20,14 +20,19 @@ from penstock.optimizer.journal import Journal
 from penstock.optimizer.llm import likelihoods
 from penstock.optimizer.llm.text_evaluator import HELD_OUT, TextEvaluator
 from penstock.optimizer.llm.text_prompts import Prompts, read_prompts
-from penstock.optimizer.llm.text_search import STAGES, TextSearch
-from penstock.optimizer.llm.text_steps import Knob, dtype_offers, serving_offers
+from penstock.optimizer.llm.text_search import (
+    STAGES,
+    Knob,
+    TextSearch,
+    dtype_offers,
+    serving_offers,
+)
 from penstock.optimizer.llm.text_subject import TextSubject, open_text_subject
 from penstock.optimizer.model_run import ModelRun
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Optimization, ServedMeasurement
 from penstock.optimizer.served_figures import repriced
-from penstock.optimizer.time_budget import TextTime
+from penstock.optimizer.time_plan import TextTime
 
 WITHOUT_DATA = (
     "--data is required for language models: typical prompts, in a .jsonl file of "

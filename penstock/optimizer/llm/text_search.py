@@ -4,22 +4,28 @@ best so far. Decides by what the evaluator measures; knows no process and no clo
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from penstock import units
+from penstock.config import CPU
 from penstock.errors import PenstockError
+from penstock.llm.messages import EngineSettings
+from penstock.llm.settings import ON_CPUS, ON_GPUS
 from penstock.optimizer import goals, outcomes
 from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm.text_evaluator import TextEvaluator
-from penstock.optimizer.llm.text_steps import DTYPE, Knob, stage_of
+from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, Try
-from penstock.optimizer.time_budget import TextTime
+from penstock.optimizer.time_plan import TextTime
+from penstock.slo import Latency, Slo
 
 # A candidate must meet the SLO at this multiple of the best rate: less is within the noise.
 AHEAD = 1.1
@@ -27,25 +33,31 @@ AHEAD = 1.1
 ROOM = 1.3
 STAGES: tuple[Stage, ...] = ("baseline", "precision", "quantise", "batching")
 NO_ANSWER = "keeps the SLO at no rate that was tried"
+DTYPE, PACE, TOKENS, SEQUENCES = "dtype", "pace", "step-tokens", "sequences"
+# Datatypes with fewer bits are quantised.
+HALF = 16
+# CPU instructions per datatype (one suffices); without them the CPU emulates it.
+NEEDED = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "fphp"),
+}
+# Smaller steps spend most of their time outside matmuls; larger ones delay decoding sequences.
+LEAST_TOKENS, MOST_TOKENS = 32, 32_768
+LEAST_SEQUENCES, MOST_SEQUENCES = 4, 1024
+# Directions to change a setting, each a ladder: a step is tried only if the previous paid.
+Knob = Sequence[Sequence[Step]]
 
 
+@dataclass(slots=True)
 class TextSearch:
     """One search. Its contenders are the original and each candidate that became the best, in that
     order; the finalists are the same, the best first."""
 
-    def __init__(
-        self,
-        evaluator: TextEvaluator,
-        plan: Plan,
-        findings: Findings,
-        budget: TextTime,
-        progress: ProgressReporter,
-    ) -> None:
-        self._evaluator = evaluator
-        self._plan = plan
-        self.budget = budget
-        self.progress = progress
-        self.findings = findings
+    evaluator: TextEvaluator
+    plan: Plan
+    findings: Findings
+    budget: TextTime
+    progress: ProgressReporter
 
     def run(self, dtypes: Sequence[Step], others: Callable[[Candidate], Sequence[Knob]]) -> None:
         """Try the datatypes, then the knobs that `others` returns for the best one. Raise
@@ -80,15 +92,15 @@ class TextSearch:
     @property
     def is_enough(self) -> bool:
         """Whether the best meets the required rate with headroom; never if no rate is required."""
-        needed = goals.required_rate(self._plan.slo, self._plan.price_per_hour)
+        needed = goals.required_rate(self.plan.slo, self.plan.price_per_hour)
         is_there = needed > 0 and self.best.contender.rate >= ROOM * needed
-        return is_there and not self._plan.is_exhaustive
+        return is_there and not self.plan.is_exhaustive
 
     def _measure_original(self) -> None:
         began = self.budget.clock()
         original = Candidate()
         self.progress.begin(original)
-        self.findings.original = served = self._evaluator.rated(original, None)
+        self.findings.original = served = self.evaluator.rated(original, None)
         rate = rate_of(served)
         reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
         attempt = Try(original, "baseline", "kept", reason, served=served)
@@ -98,7 +110,7 @@ class TextSearch:
 
     def _add(self, candidate: Candidate, served: ServedMeasurement, rate: float) -> None:
         """Add the best so far."""
-        build = self._evaluator.build(candidate)
+        build = self.evaluator.build(candidate)
         contender = Contender(build, Facts("llm"), {}, [((), rate)], is_lossy(candidate))
         self.findings.contenders.append(contender)
         self.findings.finalists.insert(0, Finalist(contender, build, served))
@@ -143,12 +155,12 @@ class TextSearch:
     def _measured(self, attempt: Try) -> bool:
         candidate, best = attempt.candidate, self.best.contender
         if is_lossy(candidate) and candidate.steps[-1].pass_name == DTYPE:
-            attempt.accuracy = self._evaluator.judge(candidate)
+            attempt.accuracy = self.evaluator.judge(candidate)
             if not attempt.accuracy.is_passed:
                 attempt.outcome, attempt.reason = "rejected", attempt.accuracy.text
                 return False
         start = AHEAD * best.rate if best.rate else None
-        attempt.served = served = self._evaluator.rated(candidate, start)
+        attempt.served = served = self.evaluator.rated(candidate, start)
         rate = rate_of(served)
         if not rate:
             missed = [each.term for each in served.verdicts if each.outcome == "missed"]
@@ -185,3 +197,83 @@ def rate_of(served: ServedMeasurement) -> float:
     if served.max_rate is None or math.isnan(served.max_rate.value):
         return 0.0
     return served.max_rate.value
+
+
+# What may be tried.
+
+
+def stage_of(step: Step) -> Stage:
+    if step.pass_name != DTYPE:
+        return "batching"
+    return "precision" if bits_of(step.settings["dtype"]) >= HALF else "quantise"
+
+
+def bits_of(dtype: str) -> int:
+    """Parse the bits out of the name; 32 without a number."""
+    found = re.search(r"[0-9]+", dtype)
+    return int(found[0]) if found else 32
+
+
+def dtype_offers(
+    dtypes: Sequence[str], settings: EngineSettings, machine: Machine, *, is_exhaustive: bool
+) -> tuple[list[Step], list[Skip]]:
+    """Return the datatypes narrower than the original's, widest first; and those skipped because
+    this device gains nothing from them."""
+    offers: list[Step] = []
+    skipped: list[Skip] = []
+    own = bits_of(settings.dtype)
+    narrower = [each for each in dtypes if each != "auto" and bits_of(each) < own]
+    for dtype in sorted(narrower, key=lambda each: -bits_of(each)):
+        step = Step(DTYPE, {"dtype": dtype})
+        reason = _nothing_to_gain(dtype, settings.device, machine)
+        if reason and not (is_exhaustive and dtype in NEEDED):
+            skipped.append(Skip(DTYPE, reason, step))
+        else:
+            offers.append(step)
+    return offers, skipped
+
+
+def _nothing_to_gain(dtype: str, device: str, machine: Machine) -> str:
+    if device != CPU:
+        return "only CPUs multiply in it" if dtype in ON_CPUS else ""
+    if dtype in ON_GPUS:
+        return "only GPUs multiply in it"
+    needed = NEEDED.get(dtype, ())
+    if needed and not set(needed) & set(machine.isa):
+        return f"this CPU has no instructions for it (one of {', '.join(needed)})"
+    return ""
+
+
+def tpot_limit_ms(slo: Slo) -> float | None:
+    """Return the tightest limit per token after the first, whatever its statistic."""
+    limits = [
+        term.limit_s
+        for term in slo.terms
+        if isinstance(term, Latency) and term.metric in ("tpot", "itl")
+    ]
+    return min(limits) * 1e3 if limits else None
+
+
+def serving_offers(settings: EngineSettings, slo: Slo) -> list[Knob]:
+    """Return pacing, step size and sequence count as knobs. A step holds at least one token of each
+    sequence, so the bounds keep the two compatible."""
+    found: list[Knob] = []
+    limit_ms = tpot_limit_ms(slo)
+    if limit_ms is not None and settings.tpot_s is None:
+        found.append([[Step(PACE, {"tpot_ms": f"{limit_ms:g}"})]])
+    tokens, sequences = settings.max_tokens, settings.max_sequences
+    fewest = max(LEAST_TOKENS, sequences)
+    sizes = [[2 * tokens, 4 * tokens], [tokens // 2, tokens // 4]]
+    found.append(_knob(TOKENS, "max_num_batched_tokens", sizes, (fewest, MOST_TOKENS)))
+    # Step sizes are tuned first and may have shrunk to a quarter.
+    most = min(MOST_SEQUENCES, max(sequences, tokens // 4))
+    sizes = [[2 * sequences, 4 * sequences], [sequences // 2, sequences // 4]]
+    found.append(_knob(SEQUENCES, "max_num_seqs", sizes, (LEAST_SEQUENCES, most)))
+    return found
+
+
+def _knob(name: str, setting: str, ways: Sequence[Sequence[int]], within: tuple[int, int]) -> Knob:
+    return [
+        [Step(name, {setting: str(value)}) for value in way if within[0] <= value <= within[1]]
+        for way in ways
+    ]

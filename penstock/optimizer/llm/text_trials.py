@@ -22,8 +22,7 @@ from penstock.llm.messages import EngineSettings, GenerateRequest, Logprobs, pac
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.llm.likelihoods import NUM_TOLD, PromptLogprobs
-from penstock.optimizer.time_budget import JUDGE_S
-from penstock.optimizer.time_plan import CutOff, TookTooLong
+from penstock.optimizer.time_plan import JUDGE_S, CutOff, TookTooLong
 from penstock.processes.tool import ToolProcess
 from penstock.sampling_params import SamplingParams
 from penstock.system import devices

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import penstock.optimizer.passes.building as building
-from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 
@@ -50,20 +49,18 @@ class Half(Pass):
             return self.skip("the model already computes in less than FP32")
         if config.engine == "pytorch" and not building.has_open_layers(config):
             return self.skip("an exported program keeps the datatypes it was exported with")
-        bf16 = Step(self.name, {"datatype": "bf16"})
         if config.device != "cpu":
-            return self._on_gpu(config)
+            # FP16 and BF16 are equally fast: FP16 is finer, BF16 has the range of FP32. TF32 stays
+            # FP32 in memory, for models that tolerate neither.
+            is_turned = building.has_images(config) and config.max_batch_size > 0
+            is_free = is_turned and "penstock.memory_format" not in config.options
+            last = CHANNELS_LAST if is_free else {}
+            halves = [Step(self.name, {"datatype": name, **last}) for name in ("fp16", "bf16")]
+            return [*halves, Step(self.name, {"datatype": "tf32"})]
+        bf16 = Step(self.name, {"datatype": "bf16"})
         if context.machine.has_bf16 or context.plan.is_exhaustive:
             return [bf16]
         return self.skip("the processor has no instructions for BF16", bf16)
-
-    def _on_gpu(self, config: ModelConfig) -> Proposals:
-        """Return FP16, BF16 and TF32. The first two are equally fast: FP16 is finer, BF16
-        has the range of FP32. TF32 stays FP32 in memory, for models that tolerate neither."""
-        is_turned = building.has_images(config) and config.max_batch_size > 0
-        last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}
-        halves = [Step(self.name, {"datatype": name, **last}) for name in ("fp16", "bf16")]
-        return [*halves, Step(self.name, {"datatype": "tf32"})]
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config

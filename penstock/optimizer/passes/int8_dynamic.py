@@ -38,7 +38,7 @@ class Int8Dynamic(Pass):
         if facts.weight_bytes.get("FP16", 0) > facts.weight_bytes.get("FP32", 0):
             # The quantiser would leave all of them unchanged.
             return self.skip("only weights in FP32 are quantised, and these are FP16")
-        if facts.is_convolutional and not facts.is_transformer:
+        if facts.operators.get("Conv") and not facts.is_transformer:
             # Reported as eight times slower: onnxruntime#6732.
             return self.skip("ranges by batch make convolutions slower than floats", step)
         if few_bits and not context.plan.is_exhaustive:

@@ -49,7 +49,9 @@ class OnnxGraph(Pass):
             settings["weights"] = "constant"
         # Pre- and postprocessing functions expect one row with its leading 1.
         can_be_opened = build.config.max_batch_size == 0 and not build.config.is_processed
-        if can_be_opened and _is_fixed_at_one(model):
+        values = (*onnx_model.true_inputs(model.graph), *model.graph.output)
+        dims = [value.type.tensor_type.shape.dim for value in values]
+        if can_be_opened and all(each and each[0].dim_value == 1 for each in dims):
             settings["batch"] = "dynamic"
         if build.config.engine == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
@@ -100,12 +102,6 @@ def _converted(model: ModelProto, opset: int) -> ModelProto:
     except Exception as error:  # The converter raises RuntimeError and others.
         change = f"operator set {onnx_model.opset(model)} cannot be converted to {opset}"
         raise BackendFailed(f"{change}: {first_line(error)}") from None
-
-
-def _is_fixed_at_one(model: ModelProto) -> bool:
-    values = (*onnx_model.true_inputs(model.graph), *model.graph.output)
-    dims = [value.type.tensor_type.shape.dim for value in values]
-    return all(each and each[0].dim_value == 1 for each in dims)
 
 
 def _with_open_batch(model: ModelProto) -> ModelProto:

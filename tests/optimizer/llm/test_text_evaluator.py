@@ -20,7 +20,7 @@ from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import open_text_subject
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.served import ServedBench
-from penstock.optimizer.time_budget import TextTime
+from penstock.optimizer.time_plan import TextTime
 from penstock.slo import parse
 
 HALF = Candidate((Step("dtype", {"dtype": "bfloat16"}),))

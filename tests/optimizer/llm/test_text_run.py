@@ -15,13 +15,13 @@ from served_builds import a_config
 
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
-from penstock.optimizer import budget, outcomes, run, time_budget
+from penstock.optimizer import budget, outcomes, run, time_plan
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.findings import Contender, Finalist, Findings
 from penstock.optimizer.llm import text_evaluator, text_run
-from penstock.optimizer.llm.text_steps import serving_offers
+from penstock.optimizer.llm.text_search import serving_offers
 from penstock.optimizer.optimization_files import (
     read_optimization,
     write_optimization,
@@ -73,7 +73,7 @@ def found(root):
     """One level a candidate, one datatype, one knob: all that happens, none of it often."""
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time_budget, "SEARCH_S", 0.1)
+        patch.setattr(time_plan, "TEXT_SEARCH_S", 0.1)
         patch.setattr(text_evaluator, "NUM_ROUNDS", 1)
         patch.setattr(text_run, "DTYPES", ("auto", "float32", "bfloat16", "fp8"))
         patch.setattr(text_run, "serving_offers", lambda *asked: serving_offers(*asked)[:1])

@@ -15,8 +15,7 @@ from penstock.optimizer.llm.text_search import STAGES, TextSearch, instead, is_l
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import ServedMeasurement, TermVerdict
-from penstock.optimizer.time_budget import TextTime
-from penstock.optimizer.time_plan import CutOff
+from penstock.optimizer.time_plan import CutOff, TextTime
 from penstock.slo import parse
 
 NAN = Interval(math.nan, math.nan, math.nan)
@@ -77,7 +76,7 @@ class FakeLab:
 def searched(lab, dtypes=(), knobs=(), slo="p99 ttft < 1s", has_time=lambda: True, **others):
     plan = Plan("m", "m", "out", slo=parse(slo), **others)
     findings = Findings()
-    budget = TextTime(plan, findings, lambda: 0.0, is_on_gpu=False)
+    budget = TextTime(plan, findings, lambda: 0.0, 0.0, is_on_gpu=False)
     budget.has_time_to_try = has_time
     progress = ProgressReporter(lambda told: None, findings, budget, STAGES, judges_lossless=False)
     search = TextSearch(lab, plan, findings, budget, progress)

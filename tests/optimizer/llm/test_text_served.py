@@ -16,7 +16,7 @@ from penstock.llm.text_files import of_folder
 from penstock.optimizer import served, served_figures
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.endpoints import Servers
-from penstock.optimizer.llm import text_served
+from penstock.optimizer.llm import text_evaluator
 from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import build_of, open_text_subject
 from penstock.optimizer.plan import Plan
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_an_answer_is_waited_for_as_long_as_the_slo_makes_sense(slo, expected):
-    assert text_served.patience_of(parse(slo), 20) == pytest.approx(expected)
+    assert text_evaluator.patience_of(parse(slo), 20) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_an_answer_is_waited_for_as_long_as_the_slo_makes_sense(slo, expected):
     ],
 )
 def test_few_requests_are_measured_for_longer(build, prompts, load, expected, tmp_path):
-    endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
+    endpoint = text_evaluator.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
     assert endpoint.level_s(Plan("m", "m", "out"), load) == pytest.approx(expected)
 
 
 def test_no_level_has_prompts_of_another(build, prompts, tmp_path):
-    endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
+    endpoint = text_evaluator.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
     sent = []
     for _ in range(3):
         inputs = endpoint.inputs(Plan("m", "m", "out"))
@@ -66,7 +66,7 @@ def test_no_level_has_prompts_of_another(build, prompts, tmp_path):
 
 def test_a_client_alone_begins_with_the_measurement(build, prompts, tmp_path):
     """Else, after a warm-up, none of its requests is due in a level that is shorter than one."""
-    endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
+    endpoint = text_evaluator.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
     plan = Plan("m", "m", "out")
     assert served.bench_plan(endpoint, plan, Closed(1)).max_warm_up_s == 0
     assert served.bench_plan(endpoint, plan, Open(Flat(1.0))).max_warm_up_s > 0
@@ -101,7 +101,7 @@ def prompts(build, tmp_path):
 
 def text_servers(prompts, file, *, is_alone):
     return Servers(
-        lambda build: text_served.TextEndpoint(build, prompts, file, 20.0), is_alone=is_alone
+        lambda build: text_evaluator.TextEndpoint(build, prompts, file, 20.0), is_alone=is_alone
     )
 
 

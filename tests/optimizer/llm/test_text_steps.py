@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 
 from penstock.llm.messages import EngineSettings
 from penstock.llm.settings import DTYPES
-from penstock.optimizer.llm.text_steps import (
+from penstock.optimizer.llm.text_search import (
     bits_of,
     dtype_offers,
     serving_offers,

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.optimizer.llm.recognise import is_language_model
 from penstock.repository.layout import architectures
+from penstock.repository.model_source import is_language_model
 
 
 def folder_of(path, *names):

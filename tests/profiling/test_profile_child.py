@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.profiling.path import buckets_of
+from penstock.profiling.child import buckets_of
 from penstock.profiling.profiler import make_batch, read_config
 
 
