@@ -19,7 +19,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import GPU_FALLBACK, Batch, Execution, Runner
+from penstock.backends import GPU_FALLBACK, Batch, Execution, Runner, backend
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
 from penstock.config import CPU, ModelConfig
@@ -156,13 +156,7 @@ def load(config: ModelConfig) -> Runner:
     if config.engine == "onnxruntime":
         return OnnxRunner(config)
     try:
-        from penstock.backends import pytorch
-    except ModuleNotFoundError as error:
-        problem = f"a GPU needs the package '{error.name}'"
-        hint = 'pip install "penstock[torch]" brings it; KIND_CPU needs none'
-        raise ConfigError([f"instance_group: {problem}, which is not installed; {hint}"]) from error
-    try:
-        return pytorch.load(config)
+        return backend("pytorch")(config)
     except ConfigError as error:
         if not config.is_gpu_optional:
             raise
