@@ -43,7 +43,9 @@ def trace(folder):
     counts = collections.Counter()
 
     def count(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+        # Templates are compiled under the names of their files.
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE) and name.endswith(".py"):
             counts[frame.f_code] += 1
 
     def write():
