@@ -363,8 +363,9 @@ class _Resolver:
         )
         if self._problems:
             raise ConfigError(self._problems)
+        config = config.on(placed)
         return replace(
-            config.on(placed),
+            config,
             is_gpu_optional=is_optional,
             metric_tags=dict(message.metric_tags),
             warmups=() if backend == LLM else warmups,
@@ -620,6 +621,9 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
     elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
         found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
+    if config.engine == "onnxruntime":
+        why = "ONNX Runtime runs the model; on a GPU (KIND_GPU) the PyTorch engine would"
+        found += [(f"parameters.{key}", why) for key in parameters.OF_ONNX if key in config.options]
     return [f"{path}: has no effect; {why}" for path, why in found]
 
 
