@@ -205,6 +205,8 @@ class ModelConfig:
     device: str = CPU
     # The device of each instance if they differ; `device` is then the first.
     spread: tuple[str, ...] = ()
+    # A model that a GPU's engine cannot read runs on the CPU instead: no kind is given.
+    is_gpu_optional: bool = False
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) counts as a hang.
     hang_s: float = DEFAULT_HANG_S
@@ -340,7 +342,7 @@ class ModelConfig:
     def workers(self) -> tuple[tuple[str, int], ...]:
         """The device and number of instances of each worker. Instances on one GPU share a worker,
         and with it the weights, if the backend starts batches ahead."""
-        is_shared = self.backend in AHEAD and not self.is_processed
+        is_shared = self.engine in AHEAD and not self.is_processed
         found: list[tuple[str, int]] = []
         for device in self.devices:
             if device == CPU or not is_shared:
@@ -353,6 +355,13 @@ class ModelConfig:
         """Return the configuration of one worker: its device and, on a GPU, its own instances."""
         num_instances = self.num_instances if device == CPU else num_slots
         return replace(self, device=device, spread=(), num_instances=num_instances)
+
+    @property
+    def engine(self) -> str:
+        """The backend that computes: ONNX files run on PyTorch's on a GPU, unless ONNX Runtime's
+        own providers are chosen."""
+        is_imported = self.backend == "onnxruntime" and self.uses_gpu
+        return "pytorch" if is_imported and "providers" not in self.options else self.backend
 
     @property
     def uses_gpu(self) -> bool:

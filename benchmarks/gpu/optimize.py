@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/optimize.py --model resnet50       at most six minutes on an H200
     python benchmarks/gpu/optimize.py --model bert-large
+    python benchmarks/gpu/optimize.py --model resnet50 --onnx     from an ONNX file
     python benchmarks/gpu/optimize.py --model resnet50 --tiny --device cpu    does it run?
 
 Writes the module with random weights of the true shape and seeded rows, runs the command with a
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -125,6 +127,33 @@ def _bert(folder: Path, is_tiny: bool, num_rows: int) -> tuple[str, Path]:
     return "gpu_bert:with_weights", folder / "rows.jsonl"
 
 
+def exported(factory: str, data: Path) -> str:
+    """The module as an ONNX file beside its data, as torch's exporter writes it."""
+    import torch
+
+    sys.path.insert(0, str(data.parent))
+    module, _, name = factory.partition(":")
+    network = getattr(importlib.import_module(module), name)().eval()
+    if data.suffix == ".npz":
+        with np.load(data) as rows:
+            example = {key: torch.from_numpy(rows[key][:2]) for key in rows.files}
+    else:
+        first = json.loads(data.read_text().splitlines()[0])
+        example = {key: torch.tensor([values, values]) for key, values in first.items()}
+    sizes = {0: "n"} if data.suffix == ".npz" else {0: "n", 1: "length"}
+    path = data.with_name("model.onnx")
+    torch.onnx.export(
+        network,
+        tuple(example.values()),
+        path,
+        input_names=list(example),
+        opset_version=17,
+        dynamo=False,
+        dynamic_axes={key: sizes for key in example},
+    )
+    return str(path)
+
+
 WITH_WEIGHTS = '''
 
 def with_weights():
@@ -199,8 +228,10 @@ class Processes:
 
 def optimized(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     wish = TINY if args.tiny else WISHES[args.model]
-    factory, data = written(args.model, args.tiny)
-    command = [sys.executable, "-m", "penstock", "optimize", factory, "--device", args.device]
+    model, data = written(args.model, args.tiny)
+    if args.onnx:
+        model = exported(model, data)
+    command = [sys.executable, "-m", "penstock", "optimize", model, "--device", args.device]
     command += ["--data", str(data), "--slo", args.slo or wish.slo, "--accuracy", wish.accuracy]
     command += ["--out", str(data.parent / "models"), "--name", args.model]
     command += ["--duration", wish.duration, "--budget", f"{args.seconds:g}s"]
@@ -338,6 +369,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=sorted(WISHES), required=True)
     parser.add_argument("--device", default="cuda:0", help="cpu: only to see whether it runs")
+    parser.add_argument("--onnx", action="store_true", help="from an ONNX file")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see whether it runs")
     parser.add_argument("--slo", default="", help="another one; the file's unless given")
     parser.add_argument("--seconds", type=float, default=BUDGET_S, help="the budget of time")

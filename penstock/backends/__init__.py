@@ -25,6 +25,8 @@ COMPILED = "compiled.bin"
 # Key in `Runner.built` of the peak GPU memory of a runner, in bytes, without the driver's overhead
 # for each process. A version's evidence has the same key.
 GPU_MEMORY = "gpu_memory_bytes"
+# Key of the reason why a model that may use a GPU runs on the CPU.
+GPU_FALLBACK = "gpu_fallback"
 
 Outputs = Mapping[str, Array]
 T = TypeVar("T")

@@ -6,9 +6,11 @@ docs/backends.md explains the options. The effective settings are read back and 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 # Before the import: the only switch that disables the library's telemetry.
@@ -17,10 +19,10 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import Batch, Execution, Runner
+from penstock.backends import GPU_FALLBACK, Batch, Execution, Runner, backend
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
-from penstock.config import ModelConfig
+from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
@@ -53,12 +55,15 @@ _SOURCE = re.compile(
     r"(?:(?:[\w:<>~*&,]+ )*?[\w:<>~]+\([^()]*(?:\([^()]*\)[^()]*)*\)(?: const)? |\w+ )?"
 )
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
-CPU = "CPUExecutionProvider"
+CPU_PROVIDER = "CPUExecutionProvider"
+log = logging.getLogger("penstock.backend")
 
 
 class OnnxRunner(Runner):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, fallback: str = "") -> None:
         self._config = config
+        # Why the model does not run on a GPU, though it might have.
+        self._fallback = fallback
         problems: list[str] = []
         warn_unknown(config, OPTIONS)
         options = session_options(config, problems)
@@ -96,6 +101,8 @@ class OnnxRunner(Runner):
             "enable_mem_arena": str(int(options.enable_cpu_mem_arena)),
             "enable_mem_pattern": str(int(options.enable_mem_pattern)),
         }
+        if self._fallback:
+            built[GPU_FALLBACK] = self._fallback
         for provider, settings in self._session.get_provider_options().items():
             for key, value in settings.items():
                 built[f"provider_options.{provider}.{key}"] = value
@@ -143,8 +150,18 @@ def _session(
     return ort.InferenceSession(model, options, providers=providers)
 
 
-def load(config: ModelConfig) -> OnnxRunner:
-    return OnnxRunner(config)
+def load(config: ModelConfig) -> Runner:
+    """Load the model: on the CPU by ONNX Runtime, on a GPU by the PyTorch engine. A model without
+    a kind in its instance_group that this engine cannot read runs on the CPU."""
+    if config.engine == "onnxruntime":
+        return OnnxRunner(config)
+    try:
+        return backend("pytorch")(config)
+    except ConfigError as error:
+        if not config.is_gpu_optional:
+            raise
+        log.warning("%s runs on the CPU: %s", config.name, "; ".join(error.problems))
+        return OnnxRunner(replace(config, device=CPU), fallback="; ".join(error.problems))
 
 
 def shown_error(error: Exception, config: ModelConfig) -> str:
@@ -192,7 +209,7 @@ def _flag(settings: Mapping[str, str], name: str, problems: list[str]) -> bool:
 
 
 def providers_of(config: ModelConfig, problems: list[str]) -> list[tuple[str, dict[str, str]]]:
-    names = [name.strip() for name in config.options.get("providers", CPU).split(",")]
+    names = [name.strip() for name in config.options.get("providers", CPU_PROVIDER).split(",")]
     available = ort.get_available_providers()
     unknown = [name for name in names if name not in available]
     if unknown:

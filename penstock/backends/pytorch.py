@@ -31,18 +31,20 @@ from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
+from penstock.backends.torch_onnx import load_graph
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
-from penstock.repository import pt2_file
+from penstock.repository import onnx_file, pt2_file
 from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, TensorSpec
 from penstock.units import quoted
 
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
+ONNX = ".onnx"
 # Rank of a batch of images.
 IMAGE_RANK = 4
 OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
@@ -188,6 +190,8 @@ class TorchRunner(Runner):
     def _form(self) -> str:
         if self._loaded.is_compiled:
             return "AOTInductor package"
+        if self._config.artifact.endswith(ONNX):
+            return "ONNX"
         if self._config.artifact.endswith(PRETRAINED):
             return "transformers"
         return "pt2" if self._loaded.code is None else "module.py"
@@ -392,6 +396,8 @@ def load_module(config: ModelConfig) -> LoadedModule:
 def _load_any(config: ModelConfig, options: Options) -> LoadedModule:
     if config.artifact.endswith(".py"):
         return _load_module(config, options)
+    if config.artifact.endswith(ONNX):
+        return _load_onnx(config, options)
     if config.artifact.endswith(PRETRAINED):
         module = load_network(Path(config.artifact).parent)
         module = module.to(config.device, options.dtype).eval()
@@ -441,8 +447,9 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     on_cpu = config.device == CPU
     is_code = config.artifact.endswith(".py")
     for key in ("factory", "dtype", "memory_format", "fuse"):
-        may_cast = key == "dtype" and config.artifact.endswith(PRETRAINED)
-        yield key, given[key] and not (is_code or may_cast), ONLY_CODE
+        is_taken = config.artifact.endswith(ONNX) and key != "factory"
+        is_taken |= key == "dtype" and config.artifact.endswith(PRETRAINED)
+        yield key, given[key] and not (is_code or is_taken), ONLY_CODE
     why = "or requests would wait for the compiler"
     problem = f"needs inputs of fixed shapes or buckets (penstock.pad), {why}"
     yield "compile", mode and not _has_few_shapes(config), problem
@@ -514,27 +521,42 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
         if options.is_packed:
             module.to(_where_packed(module, config))
             loaded = replace(loaded, packing=_packed(loaded, config))
-        if options.is_fused:
-            sample = _sample(config, module, loaded.positional)
-            loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample))
-        module = module if loaded.fusion is None else loaded.fusion.module
-        module = module.to(config.device, options.dtype).eval()
-        # It may override `to`.
-        found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
-        if options.dtype is not None and found - {options.dtype}:
-            got = f"asked for {options.dtype}, the module has {_join(found)}"
-            raise ConfigError(f"parameters.penstock.dtype: {got}")
-        if options.is_channels_last or options.is_fused:
-            module = module.to(memory_format=torch.channels_last)
+        loaded = _placed(loaded, config, options)
         if loaded.packing is not None:
             if config.device != CPU:
                 # The module took more memory while it was packed.
                 torch.cuda.empty_cache()
             torch_packing.on_device(loaded.packing, config)
-        return replace(loaded, module=module)
+        return loaded
     except BaseException:
         code.close()
         raise
+
+
+def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
+    signature = onnx_file.read_signature(Path(config.artifact))
+    check_signature(config, signature.inputs, signature.outputs)
+    graph = load_graph(config, options.dtype)
+    return _placed(LoadedModule(graph.module, graph.inputs, (), signature), config, options)
+
+
+def _placed(loaded: LoadedModule, config: ModelConfig, options: Options) -> LoadedModule:
+    """Fuse the module, move it to its device and cast it, as its options say."""
+    module = loaded.module
+    if options.is_fused:
+        sample = _sample(config, module, loaded.positional)
+        loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample))
+        assert loaded.fusion is not None
+        module = loaded.fusion.module
+    module = module.to(config.device, options.dtype).eval()
+    # It may override `to`.
+    found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
+    if options.dtype is not None and found - {options.dtype}:
+        got = f"asked for {options.dtype}, the module has {_join(found)}"
+        raise ConfigError(f"parameters.penstock.dtype: {got}")
+    if options.is_channels_last or options.is_fused:
+        module = module.to(memory_format=torch.channels_last)
+    return replace(loaded, module=module)
 
 
 def _where_packed(module: Module, config: ModelConfig) -> str:

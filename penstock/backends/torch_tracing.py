@@ -53,6 +53,8 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]
 
 def trace(module: nn.Module, sample: TraceInputs | None = None) -> fx.GraphModule:
     """Return a GraphModule that shares the module's weights; raise ConfigError if tracing fails."""
+    if isinstance(module, fx.GraphModule):
+        return module
     try:
         return fx.GraphModule(module, _Tracer().trace(module))
     except Exception as error:  # The tracer runs the model's code.

@@ -70,7 +70,7 @@ class Facts(msgspec.Struct):
 def file_facts(build: Build) -> Facts:
     """Read the facts that need no loaded model."""
     path = build.artifact
-    facts = Facts(backend=build.config.backend)
+    facts = Facts(backend=build.config.engine)
     readers = {".onnx": _read_onnx, ".xml": _read_openvino, ".pt2": _read_pt2}
     readers.get(path.suffix, _read_safetensors)(path, facts)
     files = (each for each in build.version_folder.rglob("*") if each.is_file())

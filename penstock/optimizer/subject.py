@@ -206,12 +206,10 @@ def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelCon
     """Place the model on the plan's device. By default a PyTorch model is placed on the GPUs, as in
     `penstock serve`, and a version of a repository stays where it was."""
     if device == "auto" and not is_served:
-        is_auto = config.backend in pbtxt.AUTO_BACKENDS and bool(devices.read_gpus())
+        is_auto = pbtxt.may_use_gpu(config.backend) and bool(devices.read_gpus())
         device = EACH_GPU if is_auto else CPU
     if device not in ("auto", CPU) and config.backend not in pbtxt.GPU_BACKENDS:
         reason = f"backend '{config.backend}' computes on the CPU"
-        if config.backend == "onnxruntime":
-            reason = "ONNX Runtime's GPU providers are not used here; give the PyTorch model"
         raise ConfigError([f"device: {device}: {reason}; expected auto or cpu"])
     if device != "auto":
         # Keep the number of instances per device.

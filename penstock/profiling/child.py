@@ -71,7 +71,7 @@ def profiled(job: ProfileJob) -> Profile:
     runner.close()
     alone_s = _single_thread(config, batch, num_runs, num_threads)
     buckets = buckets_of(served, Path(job.folder), sent, num_runs)
-    cache, is_torch = Path(job.cache) if job.cache else None, config.backend == "pytorch"
+    cache, is_torch = Path(job.cache) if job.cache else None, config.engine == "pytorch"
     peaks = peaks_of(config.device, num_threads, cache, is_torch=is_torch)
     peaks = roofline.raised(peaks, timed.operators)
     if job.trace_path:
@@ -182,11 +182,11 @@ def _flight_of(runner: Runner, batch: Batch, num_slots: int) -> Callable[[], obj
 def _operators(
     config: ModelConfig, runner: Runner, batch: Batch, num_runs: int, built: Mapping[str, str]
 ) -> Timed:
-    if config.backend == "onnxruntime":
+    if config.engine == "onnxruntime":
         return onnx_times.timed(config, batch.inputs, num_runs)
     if config.backend == "openvino":
         return openvino_times.timed(config, batch.inputs, num_runs)
-    if config.backend == "pytorch":
+    if config.engine == "pytorch":
         datatype = TORCH_TYPES.get(built.get("dtype", "").partition(",")[0], "fp32")
         run = _run_of(runner, batch)
         if config.device == CPU:

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -79,7 +80,7 @@ PLATFORM_NAMES = {backend: platform for platform, backend in PLATFORMS.items()}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
 # Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
-GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
+GPU_BACKENDS = frozenset({"onnxruntime", "pytorch", "null", LLM})
 # Backends that use a GPU by default.
 AUTO_BACKENDS = frozenset({"pytorch", LLM})
 # Refused as a whole; fields of inputs and outputs are checked one by one.
@@ -352,14 +353,20 @@ class _Resolver:
         if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
             self._problem(f"parameters.{parameters.MAX_TOKENS}", problem)
         placed = self._instances(backend)
+        is_optional = self._is_gpu_optional(backend)
+        if is_optional and "providers" in options:
+            # ONNX Runtime's own providers are chosen by name.
+            placed = [CPU] * len(placed)
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
         )
         if self._problems:
             raise ConfigError(self._problems)
+        config = config.on(placed)
         return replace(
-            config.on(placed),
+            config,
+            is_gpu_optional=is_optional,
             metric_tags=dict(message.metric_tags),
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
@@ -579,6 +586,12 @@ class _Resolver:
         each = [_queue_policy(own[k]) if k in own else base for k in range(1, levels + 1)]
         return (base, *each)
 
+    def _is_gpu_optional(self, backend: str) -> bool:
+        """Whether no instance group asks for a GPU by itself."""
+        groups = self._message.instance_group
+        is_asked = any(group.gpus or group.kind != group.KIND_AUTO for group in groups)
+        return backend == "onnxruntime" and not is_asked
+
     def _instances(self, backend: str) -> list[str]:
         groups = self._message.instance_group or [_types().ModelInstanceGroup()]
         for index, group in enumerate(groups):
@@ -608,6 +621,9 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
     elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
         found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
+    if config.engine == "onnxruntime":
+        why = "ONNX Runtime runs the model; on a GPU (KIND_GPU) the PyTorch engine would"
+        found += [(f"parameters.{key}", why) for key in parameters.OF_ONNX if key in config.options]
     return [f"{path}: has no effect; {why}" for path, why in found]
 
 
@@ -628,13 +644,19 @@ def _inside(base: Path, file: str, limit: Path) -> Path | None:
     return path if path.is_relative_to(limit) else None
 
 
+def may_use_gpu(backend: str) -> bool:
+    """Whether models of a backend use a GPU by default. ONNX files do if torch is installed, whose
+    engine runs them there."""
+    return backend in AUTO_BACKENDS or (backend == "onnxruntime" and find_spec("torch") is not None)
+
+
 def _devices(group: Proto, backend: str) -> list[str]:
     """Return the device of each instance of a group. Without a kind they run on GPUs, if the
     backend supports them and there are any."""
     count = max(1, int(group.count))
     if group.gpus:
         return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus] * count
-    is_auto = group.kind == group.KIND_AUTO and backend in AUTO_BACKENDS
+    is_auto = group.kind == group.KIND_AUTO and may_use_gpu(backend)
     is_gpu = group.kind == group.KIND_GPU or (is_auto and bool(devices.read_gpus()))
     # An engine takes all free memory: one per GPU only if the kind is given.
     where = f"{EACH_GPU}:0" if backend == LLM and not group.kind else EACH_GPU

@@ -16,6 +16,7 @@ from operator import attrgetter
 import psutil
 
 import penstock
+from penstock.backends import GPU_FALLBACK
 from penstock.serving.metrics import PHASES, WAITS, Histogram, Labels, ModelMetrics
 from penstock.serving.served import ModelProcess
 from penstock.system.devices import GpuUse, Watch
@@ -199,6 +200,14 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
     ]
     text = "GPU memory that an instance took for loading and warming up"
     yield ScrapeLines.of("penstock_instance_gpu_memory_bytes", text, "gauge", memory)
+    fallen = [
+        ({**labels, "instance": str(each.index)}, 1)
+        for labels, item in items
+        for each in item.processes
+        if GPU_FALLBACK in each.built
+    ]
+    text = "1: the instance runs on the CPU, as the engine for GPUs cannot read its model"
+    yield ScrapeLines.of("penstock_gpu_fallback", text, "gauge", fallen)
     # A family that several models share is written once.
     shared: dict[str, ScrapeLines] = {}
     for _, item in items:

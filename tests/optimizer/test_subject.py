@@ -343,15 +343,15 @@ def test_a_program_has_as_many_rows_as_it_was_exported_for(tmp_path: Path, two_g
         assert subject.build.config.batching.max_batch_size == min(most, MAX_BATCH_ON_GPU)
 
 
-def test_onnx_stays_on_the_cpu(tmp_path: Path, two_gpus: None) -> None:
+def test_onnx_is_on_the_gpus_unless_the_plan_says(tmp_path: Path, two_gpus: None) -> None:
+    pytest.importorskip("torch")
     write_linear(tmp_path / "linear.onnx")
-    config = open_subject(plan(tmp_path / "linear.onnx"), tmp_path / "original").build.config
-    assert (config.devices, config.max_batch_size) == (("cpu",), MAX_BATCH)
-    (problem,) = problems_of(tmp_path / "linear.onnx", tmp_path / "other", device="cuda")
-    assert problem == (
-        "device: cuda: ONNX Runtime's GPU providers are not used here; give the PyTorch model; "
-        "expected auto or cpu"
-    )
+    asked = plan(tmp_path / "linear.onnx")
+    config = open_subject(asked, tmp_path / "original").build.config
+    assert (config.uses_gpu, config.engine) == (True, "pytorch")
+    on_cpu = open_subject(replace(asked, device="cpu"), tmp_path / "other").build.config
+    assert (on_cpu.devices, on_cpu.max_batch_size) == (("cpu",), MAX_BATCH)
+    assert on_cpu.engine == "onnxruntime"
 
 
 def test_a_gpu_that_is_not_there_is_told(here: Path, two_gpus: None) -> None:

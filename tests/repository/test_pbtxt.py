@@ -336,3 +336,29 @@ def test_a_tag_that_is_no_label_is_refused(tag: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         pbtxt.resolve(message, "model", tmp_path / "1")
     assert caught.value.problems[0].startswith(f"metric_tags.{tag}: ")
+
+
+ON_A_GPU = """
+platform: "onnxruntime_onnx"
+max_batch_size: 16
+input [{ name: "x", data_type: TYPE_FP32, dims: [4] }]
+output [{ name: "y", data_type: TYPE_FP32, dims: [4] }]
+dynamic_batching { }
+parameters { key: "penstock.dtype" value { string_value: "fp16" } }
+"""
+
+
+def test_onnx_files_have_the_options_of_the_engine_that_runs_them_on_a_gpu(tmp_path: Path) -> None:
+    text = ON_A_GPU + "instance_group [{ count: 2, kind: KIND_GPU }]"
+    config = pbtxt.resolve(pbtxt.parse(text), "m", tmp_path, tmp_path / "model.onnx")
+    assert (config.engine, config.device, config.num_instances) == ("pytorch", "cuda", 2)
+    assert config.options == {"penstock.dtype": "fp16"}
+    assert not config.is_gpu_optional
+    assert config.warnings == ()
+
+
+def test_these_options_have_no_effect_on_a_cpu(tmp_path: Path) -> None:
+    text = ON_A_GPU + "instance_group [{ kind: KIND_CPU }]"
+    config = pbtxt.resolve(pbtxt.parse(text), "m", tmp_path, tmp_path / "model.onnx")
+    (warning,) = config.warnings
+    assert warning.startswith("parameters.penstock.dtype: has no effect; ONNX Runtime runs the")

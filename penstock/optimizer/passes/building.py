@@ -32,10 +32,7 @@ MIN_SHARE = 0.9
 NO_INT8 = "the processor has no instructions for INT8 products (VNNI, AMX)"
 # Option of the PyTorch backend.
 CUDA_GRAPHS = "penstock.cuda_graphs"
-STAYS_ON_GPU = (
-    "ONNX Runtime's GPU providers are not used here; the model stays PyTorch on the GPU "
-    "(--device cpu tries it)"
-)
+STAYS_ON_GPU = "for CPUs only; on a GPU the PyTorch engine runs the model (--device cpu tries it)"
 
 
 def has_images(config: ModelConfig) -> bool:
@@ -53,9 +50,15 @@ def tolerating(config: ModelConfig, tolerance: float) -> ModelConfig:
     return replace(config, tolerance=max(config.tolerance or 0.0, tolerance))
 
 
+def has_open_layers(config: ModelConfig) -> bool:
+    """Return whether the PyTorch engine sees the layers: a module with its code, or ONNX."""
+    return config.engine == "pytorch" and config.artifact.endswith((".py", ".onnx"))
+
+
 def stays_on_gpu(config: ModelConfig) -> bool:
-    """Return whether this is a PyTorch model on a GPU: passes for ONNX and CPUs do not apply."""
-    return config.uses_gpu and config.backend == "pytorch"
+    """Return whether the PyTorch engine runs this on a GPU: passes for ONNX Runtime and for CPUs do
+    not apply."""
+    return config.uses_gpu and config.engine == "pytorch"
 
 
 def is_onnx(build: Build) -> bool:
@@ -87,7 +90,7 @@ def quiet_log(name: str | None = None) -> Iterator[None]:
 def without_slow_fusion(config: ModelConfig) -> ModelConfig:
     """Turn off the slow fusion, for INT8 transformers on CPUs. The operator's own setting wins."""
     providers = config.options.get("providers", "CPUExecutionProvider")
-    if config.backend != "onnxruntime" or providers != "CPUExecutionProvider":
+    if config.engine != "onnxruntime" or providers != "CPUExecutionProvider":
         return config
     return replace(config, options={LEFT_OUT: SLOW_FUSION, **config.options})
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from penstock.config import ModelConfig
 from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import CUDA_GRAPHS, check_graphs, has_images, with_options
+from penstock.optimizer.passes.building import (
+    CUDA_GRAPHS,
+    check_graphs,
+    has_images,
+    has_open_layers,
+    with_options,
+)
 from penstock.optimizer.plan import Plan
 
 OPTION = "penstock.fuse"
@@ -22,8 +28,8 @@ class ConvFusion(Pass):
     def propose(self, context: PassContext) -> Proposals:
         config = context.build.config
         step = Step(self.name, _settings(config))
-        if config.backend != "pytorch" or not config.artifact.endswith(".py"):
-            return self.skip("not a PyTorch module with its code")
+        if not has_open_layers(config):
+            return self.skip("not a PyTorch module with its code, nor an ONNX file on a GPU")
         if OPTION in config.options:
             return self.skip("fused already")
         if "penstock.compile" in config.options:

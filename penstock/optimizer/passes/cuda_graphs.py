@@ -19,8 +19,8 @@ class CudaGraphs(Pass):
 
     def propose(self, context: PassContext) -> Proposals:
         config = context.build.config
-        if config.device == "cpu" or config.backend != "pytorch":
-            return self.skip("not a PyTorch model on a GPU")
+        if config.device == "cpu" or config.engine != "pytorch":
+            return self.skip("not on a GPU")
         if CUDA_GRAPHS in config.options:
             return self.skip("decided already")
         mode = config.options.get("penstock.compile", "")

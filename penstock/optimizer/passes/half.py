@@ -29,7 +29,7 @@ class Half(Pass):
         config, facts = context.build.config, context.facts
         if facts.quantised:
             return self.skip("the model is quantised already")
-        if config.backend in OPTIONS:
+        if config.engine in OPTIONS:
             return self._by_option(context)
         if not building.is_onnx(context.build):
             return self.skip(f"backend '{config.backend}' has no choice of datatype")
@@ -45,9 +45,9 @@ class Half(Pass):
 
     def _by_option(self, context: PassContext) -> Proposals:
         config = context.build.config
-        if config.options.get(OPTIONS[config.backend], "f32") not in ("f32", "fp32", "float32"):
+        if config.options.get(OPTIONS[config.engine], "f32") not in ("f32", "fp32", "float32"):
             return self.skip("the model already computes in less than FP32")
-        if config.backend == "pytorch" and not config.artifact.endswith(".py"):
+        if config.engine == "pytorch" and not building.has_open_layers(config):
             return self.skip("an exported program keeps the datatypes it was exported with")
         if config.device != "cpu":
             # FP16 and BF16 are equally fast: FP16 is finer, BF16 has the range of FP32. TF32 stays
@@ -64,13 +64,13 @@ class Half(Pass):
 
     def build(self, parent: Build, step: Step, target: Path, context: BuildContext) -> None:
         config = parent.config
-        if config.backend not in OPTIONS:
+        if config.engine not in OPTIONS:
             from onnxruntime.transformers.float16 import convert_float_to_float16
 
             model = onnx_model.read(parent.artifact)
             building.write_onnx(parent, convert_float_to_float16(model, keep_io_types=True), target)
             return
-        names = {"datatype": OPTIONS[config.backend], "memory_format": "penstock.memory_format"}
+        names = {"datatype": OPTIONS[config.engine], "memory_format": "penstock.memory_format"}
         options = {names[key]: text for key, text in step.settings.items()}
         config = building.tolerating(building.with_options(config, options), TOLERANCE)
         folders.write(parent, config, target)

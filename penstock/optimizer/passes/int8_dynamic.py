@@ -33,7 +33,7 @@ class Int8Dynamic(Pass):
         is_lone_attention = "Attention" in facts.operators and not facts.quantised
         if (reason := building.reason_not_to_quantise(context)) and not is_lone_attention:
             return self.skip(reason)
-        if context.build.config.backend != "onnxruntime":
+        if context.build.config.engine != "onnxruntime":
             return self.skip("only ONNX Runtime has operators with ranges by batch")
         if facts.weight_bytes.get("FP16", 0) > facts.weight_bytes.get("FP32", 0):
             # The quantiser would leave all of them unchanged.

@@ -30,7 +30,7 @@ class LessMemory(Pass):
         if config.uses_gpu:
             return self.skip("the GPU's memory counts, and these are buffers of the host")
         found: Proposals = []
-        if config.backend == "onnxruntime" and config.options.get(ARENA) != "0":
+        if config.engine == "onnxruntime" and config.options.get(ARENA) != "0":
             found.append(Step(self.name, {"arena": "off"}))
         if config.memory.max_slabs > SMALL_SLABS or config.memory.spill_bytes > SMALL_SPILL:
             found.append(Step(self.name, {"buffers": "small"}))

@@ -53,7 +53,7 @@ class OnnxGraph(Pass):
         dims = [value.type.tensor_type.shape.dim for value in values]
         if can_be_opened and all(each and each[0].dim_value == 1 for each in dims):
             settings["batch"] = "dynamic"
-        if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
+        if build.config.engine == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
         if settings:
             # If the batch cannot be opened, the other changes must not be lost.

@@ -17,7 +17,13 @@ from penstock.config import ModelConfig
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import IMAGE_RANK, fold_shapes, is_onnx, write_onnx
+from penstock.optimizer.passes.building import (
+    IMAGE_RANK,
+    fold_shapes,
+    is_onnx,
+    stays_on_gpu,
+    write_onnx,
+)
 from penstock.optimizer.simulate import fitted
 from penstock.types import TensorSpec
 
@@ -40,6 +46,8 @@ class ShapeFolding(Pass):
         build = context.build
         if not is_onnx(build):
             return self.skip("the model is not an ONNX file")
+        if stays_on_gpu(build.config):
+            return self.skip("the GPU's engine folds shapes when it loads the file")
         sizes = [size for spec in build.config.model.inputs for size in spec.shape]
         options = [Step(self.name)] if any(size > 0 for size in sizes) else []
         if agreed := _agreed_sizes(context):

@@ -11,7 +11,7 @@ from penstock import units
 from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import has_images, with_options
+from penstock.optimizer.passes.building import has_images, has_open_layers, with_options
 from penstock.repository import pt2_file
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -37,7 +37,7 @@ class TorchCompile(Pass):
 
     def propose(self, context: PassContext) -> Proposals:
         build = context.build
-        if build.config.backend != "pytorch":
+        if build.config.engine != "pytorch":
             return self.skip("not a PyTorch model")
         if pt2_file.is_compiled(build.artifact) or "penstock.compile" in build.config.options:
             return self.skip("compiled already")
@@ -49,7 +49,7 @@ class TorchCompile(Pass):
         return formats + self._compilations(context)
 
     def _memory_formats(self, config: ModelConfig, has_examples: bool) -> Proposals:
-        is_module = config.artifact.endswith(".py") and config.max_batch_size > 0
+        is_module = has_open_layers(config) and config.max_batch_size > 0
         if not is_module or not has_images(config) or "penstock.memory_format" in config.options:
             return []
         if config.uses_gpu and has_examples:
@@ -59,7 +59,8 @@ class TorchCompile(Pass):
 
     def _compilations(self, context: PassContext) -> Proposals:
         config = context.build.config
-        modes = [] if "penstock.dtype" in config.options else [AHEAD]
+        is_exported = "penstock.dtype" in config.options or config.artifact.endswith(".onnx")
+        modes = [] if is_exported else [AHEAD]
         if all(spec.is_fixed for spec in config.model.inputs) or config.model.padding is not None:
             # On a GPU start with the mode that takes seconds: it shows if the others are worth it.
             usual = [USUAL_ON_GPU, *modes] if config.uses_gpu else [*modes, USUAL]

@@ -36,7 +36,7 @@ class TransformerFusion(Pass):
         facts = context.facts
         if not is_onnx(context.build):
             return self.skip("the model is not an ONNX file")
-        if context.build.config.backend != "onnxruntime":
+        if context.build.config.engine != "onnxruntime":
             return self.skip("fused operators are ONNX Runtime's own")
         if not facts.is_transformer:
             return self.skip("the model is no transformer: it has no Softmax with products")

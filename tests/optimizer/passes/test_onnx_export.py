@@ -197,7 +197,7 @@ def test_on_a_gpu_a_model_stays_what_it_is(name: str) -> None:
     config = replace(a_config(), backend="pytorch", device="cuda", artifact="module.py")
     (skip,) = find(name).propose(a_situation(config, is_exhaustive=True))
     assert isinstance(skip, Skip)
-    assert skip.reason.startswith("ONNX Runtime's GPU providers are not used here; the model stays")
+    assert skip.reason.startswith("for CPUs only; on a GPU the PyTorch engine runs the model")
 
 
 def test_what_was_built_is_compared_with_what_was_asked() -> None:

@@ -1,0 +1,1 @@
+"""ONNX graphs as torch graphs: the GPU engine for ONNX files."""

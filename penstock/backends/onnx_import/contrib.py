@@ -1,0 +1,392 @@
+"""Operators of `com.microsoft`, which ONNX Runtime's own optimiser and quantiser write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.backends.onnx_import import quantised
+from penstock.backends.onnx_import.elementwise import gelu, swish
+from penstock.backends.onnx_import.layers import convolve
+from penstock.backends.onnx_import.matrices import gemm
+from penstock.backends.onnx_import.values import ConvAttributes, GemmAttributes, OnnxOperator
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return functional.gelu(x + bias)
+
+
+def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+def quick_gelu(x: Tensor, *, alpha: float = 1.702) -> Tensor:
+    return x * torch.sigmoid(alpha * x)
+
+
+def skip_layer_norm(
+    x: Tensor,
+    skip: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    epsilon: float = 1e-12,
+    num_outputs: int,
+) -> Tensor | tuple[Tensor | None, ...]:
+    total = x + skip if bias is None else x + skip + bias
+    found = functional.layer_norm(total, total.shape[-1:], gamma, beta, epsilon)
+    return found if num_outputs == 1 else (found, None, None, total)
+
+
+def skip_rms_norm(
+    x: Tensor,
+    skip: Tensor,
+    gamma: Tensor,
+    bias: Tensor | None = None,
+    *,
+    epsilon: float = 1e-12,
+    num_outputs: int,
+) -> Tensor | tuple[Tensor | None, ...]:
+    total = x + skip if bias is None else x + skip + bias
+    found = functional.rms_norm(total, total.shape[-1:], gamma, epsilon)
+    return found if num_outputs == 1 else (found, None, None, total)
+
+
+def embed_layer_norm(
+    ids: Tensor,
+    segments: Tensor | None,
+    words: Tensor,
+    positions: Tensor,
+    segment_table: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    epsilon: float = 1e-12,
+    mask_index_type: int = 1,
+    num_outputs: int,
+) -> Tensor | tuple[Tensor, ...]:
+    at = torch.arange(ids.shape[1], device=ids.device) if position_ids is None else position_ids
+    total = words[ids.long()] + positions[at.long()]
+    if segment_table is not None and segments is not None:
+        total = total + segment_table[segments.long()]
+    found = functional.layer_norm(total, total.shape[-1:], gamma, beta, epsilon)
+    if num_outputs == 1:
+        return found
+    lengths = ids.new_zeros(len(ids)) if mask is None else mask.sum(1)
+    return (found, lengths.to(torch.int32), total)[:num_outputs]
+
+
+def attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    past: Tensor | None = None,
+    added: Tensor | None = None,
+    past_length: Tensor | None = None,
+    *,
+    num_heads: int,
+    mask_filter_value: float = -10000.0,
+    qkv_hidden_sizes: Sequence[int] = (),
+    scale: float = 0.0,
+    unidirectional: int = 0,
+    num_outputs: int,
+) -> Tensor:
+    """Compute Attention: projection, heads, mask and softmax in one operator."""
+    if past is not None or past_length is not None or num_outputs > 1:
+        raise ValueError("com.microsoft Attention with a past state is not supported")
+    if unidirectional:
+        raise ValueError("com.microsoft Attention with unidirectional = 1 is not supported")
+    width = weight.shape[1] // 3
+    sizes = list(qkv_hidden_sizes) or [width] * 3
+    joined = functional.linear(x, weight.t(), bias)
+    q, k, v = (
+        part.unflatten(-1, (num_heads, -1)).transpose(1, 2) for part in joined.split(sizes, -1)
+    )
+    seen = _mask(mask, k.shape[2], q, mask_filter_value)
+    if added is not None:
+        seen = added if seen is None else seen + added
+    found = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale or None)
+    return found.transpose(1, 2).flatten(2)
+
+
+def _mask(mask: Tensor | None, length: int, like: Tensor, fill: float) -> Tensor | None:
+    """Return what is added to the products. A mask of one dimension has the lengths of rows, then
+    maybe their starts; others are 1 where a token is."""
+    if mask is None:
+        return None
+    if mask.dim() == 1:
+        at = torch.arange(length, device=like.device)
+        rows = like.shape[0]
+        is_there = at < mask[:rows, None]
+        if len(mask) == 2 * rows:
+            is_there &= at >= mask[rows:, None]
+        is_there = is_there[:, None, None]
+    else:
+        is_there = mask.bool()
+        while is_there.dim() < 4:
+            is_there = is_there.unsqueeze(1)
+    return torch.zeros_like(is_there, dtype=like.dtype).masked_fill(~is_there, fill)
+
+
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    bias: Tensor | None = None,
+    padding: Tensor | None = None,
+    added: Tensor | None = None,
+    *,
+    num_heads: int,
+    mask_filter_value: float = -10000.0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+    num_outputs: int,
+) -> Tensor:
+    if query.dim() != 3 or num_outputs > 1 or unidirectional:
+        raise ValueError("MultiHeadAttention is supported for unpacked inputs without a past state")
+    key = query if key is None else key
+    value = key if value is None else value
+    if bias is not None:
+        parts = bias.split([query.shape[-1], key.shape[-1], value.shape[-1]])
+        query, key, value = query + parts[0], key + parts[1], value + parts[2]
+    q, k, v = (
+        each.unflatten(-1, (num_heads, -1)).transpose(1, 2) if each.dim() == 3 else each
+        for each in (query, key, value)
+    )
+    seen = _mask(padding, k.shape[2], q, mask_filter_value)
+    if added is not None:
+        seen = added if seen is None else seen + added
+    found = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale or None)
+    return found.transpose(1, 2).flatten(2)
+
+
+def fused_matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+    transBatchA: int = 0,
+    transBatchB: int = 0,
+) -> Tensor:
+    if transBatchA or transBatchB:
+        raise ValueError("FusedMatMul: transBatchA and transBatchB are not supported")
+    product = (a.mT if transA else a) @ (b.mT if transB else b)
+    return product if alpha == 1 else alpha * product
+
+
+def fused_gemm(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    activation: str = "",
+    activation_alpha: float = 0.01,
+    **attributes: Unpack[GemmAttributes],
+) -> Tensor:
+    return _activate(gemm(a, b, c, **attributes), activation, [activation_alpha])
+
+
+def fused_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    added: Tensor | None = None,
+    *,
+    activation: str = "",
+    activation_params: Sequence[float] = (),
+    **attributes: Unpack[ConvAttributes],
+) -> Tensor:
+    found = convolve(x, weight, bias, **attributes)
+    found = found if added is None else found + added
+    return _activate(found, activation, activation_params)
+
+
+def _activate(x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
+    match name:
+        case "":
+            return x
+        case "Relu":
+            return torch.relu(x)
+        case "LeakyRelu":
+            return functional.leaky_relu(x, parameters[0])
+        case "Sigmoid":
+            return torch.sigmoid(x)
+        case "Tanh":
+            return torch.tanh(x)
+        case "Clip":
+            return x.clamp(parameters[0], parameters[1])
+        case "HardSigmoid":
+            return (parameters[0] * x + parameters[1]).clamp(0, 1)
+    raise ValueError(f"activation '{name}' is not supported")
+
+
+def _qlinear_binary(is_product: bool) -> OnnxOperator:
+    def call(
+        a: Tensor,
+        a_scale: Tensor,
+        a_zero: Tensor | None,
+        b: Tensor,
+        b_scale: Tensor,
+        b_zero: Tensor | None,
+        y_scale: Tensor,
+        y_zero: Tensor | None = None,
+    ) -> Tensor:
+        one, other = (
+            quantised.dequantize(a, a_scale, a_zero),
+            quantised.dequantize(b, b_scale, b_zero),
+        )
+        return _quantize(one * other if is_product else one + other, y_scale, y_zero, a)
+
+    return OnnxOperator(call)
+
+
+def _quantize(x: Tensor, scale: Tensor, zero: Tensor | None, like: Tensor) -> Tensor:
+    return quantised.quantize(x, scale, like.new_zeros(()) if zero is None else zero)
+
+
+def _qlinear_unary(compute: str) -> OnnxOperator:
+    def call(
+        x: Tensor,
+        x_scale: Tensor,
+        x_zero: Tensor | None,
+        y_scale: Tensor,
+        y_zero: Tensor | None = None,
+        *,
+        alpha: float = 0.01,
+    ) -> Tensor:
+        found = _activate(quantised.dequantize(x, x_scale, x_zero), compute, [alpha])
+        return _quantize(found, y_scale, y_zero, x)
+
+    return OnnxOperator(call)
+
+
+def qlinear_average_pool(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero: Tensor | None,
+    y_scale: Tensor,
+    y_zero: Tensor | None = None,
+    *,
+    channels_last: int = 0,
+) -> Tensor:
+    if channels_last:
+        raise ValueError("QLinearGlobalAveragePool: channels_last is not supported")
+    values = quantised.dequantize(x, x_scale, x_zero)
+    return _quantize(values.mean(tuple(range(2, x.dim())), keepdim=True), y_scale, y_zero, x)
+
+
+def qlinear_concat(y_scale: Tensor, y_zero: Tensor, *given: Tensor, axis: int) -> Tensor:
+    parts = [
+        quantised.dequantize(*given[number : number + 3]) for number in range(0, len(given), 3)
+    ]
+    return quantised.quantize(torch.cat(parts, axis), y_scale, y_zero)
+
+
+def qlinear_softmax(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero: Tensor | None,
+    y_scale: Tensor,
+    y_zero: Tensor | None = None,
+    *,
+    axis: int = -1,
+    opset: int = 13,
+) -> Tensor:
+    return _quantize(quantised.dequantize(x, x_scale, x_zero).softmax(axis), y_scale, y_zero, x)
+
+
+def matmul_integer_to_float(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_zero: Tensor | None = None,
+    b_zero: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    total = quantised.matmul_integer(a, b, a_zero, b_zero).to(a_scale.dtype)
+    total = total * a_scale * b_scale
+    return total if bias is None else total + bias
+
+
+def dynamic_quantize_matmul(
+    a: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    values, scale, zero = quantised.dynamic_quantize(a)
+    return matmul_integer_to_float(values, b, scale, b_scale, zero, b_zero, bias)
+
+
+def matmul_nbits(
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    groups: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    K: int,
+    N: int,
+    bits: int = 4,
+    block_size: int,
+    accuracy_level: int = 0,
+) -> Tensor:
+    """Multiply by weights in blocks of four or eight bits along K, each with a scale."""
+    if groups is not None or bits not in (4, 8):
+        raise ValueError(f"MatMulNBits: g_idx and {bits} bits are not supported")
+    values = _unpacked(b.reshape(N, -1), bits)[:, : -(-K // block_size) * block_size]
+    blocks = values.reshape(N, -1, block_size)
+    if zeros is None:
+        middle: Tensor | float = float(2 ** (bits - 1))
+    elif zeros.dtype == torch.uint8:
+        middle = _unpacked(zeros.reshape(N, -1), bits)[:, : blocks.shape[1], None]
+    else:
+        middle = zeros.reshape(N, -1, 1)
+    weight = ((blocks - middle) * scales.reshape(N, -1, 1)).reshape(N, -1)[:, :K]
+    return functional.linear(a, weight.to(a.dtype), bias)
+
+
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    if bits == 8:
+        return packed.float()
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1).float()
+
+
+OPERATORS = {
+    "Attention": OnnxOperator(attention),
+    "BiasGelu": OnnxOperator(bias_gelu),
+    "DynamicQuantizeMatMul": OnnxOperator(dynamic_quantize_matmul),
+    "EmbedLayerNormalization": OnnxOperator(embed_layer_norm),
+    "FastGelu": OnnxOperator(fast_gelu),
+    "FusedConv": OnnxOperator(fused_conv),
+    "FusedGemm": OnnxOperator(fused_gemm),
+    "FusedMatMul": OnnxOperator(fused_matmul),
+    "Gelu": OnnxOperator(gelu),
+    "MatMulIntegerToFloat": OnnxOperator(matmul_integer_to_float),
+    "MatMulNBits": OnnxOperator(matmul_nbits),
+    "MultiHeadAttention": OnnxOperator(multi_head_attention),
+    "QLinearAdd": _qlinear_binary(is_product=False),
+    "QLinearConcat": OnnxOperator(qlinear_concat),
+    "QLinearGlobalAveragePool": OnnxOperator(qlinear_average_pool),
+    "QLinearLeakyRelu": _qlinear_unary("LeakyRelu"),
+    "QLinearMul": _qlinear_binary(is_product=True),
+    "QLinearSigmoid": _qlinear_unary("Sigmoid"),
+    "QLinearSoftmax": OnnxOperator(qlinear_softmax),
+    "QuickGelu": OnnxOperator(quick_gelu),
+    "SkipLayerNormalization": OnnxOperator(skip_layer_norm),
+    "SkipSimplifiedLayerNormalization": OnnxOperator(skip_rms_norm),
+    "Swish": OnnxOperator(swish),
+}

@@ -1,0 +1,304 @@
+"""Finds layers that exporters write as several operators, and makes one of each.
+
+Layer norm, GELU, attention and the bias of a linear layer become what torch has for them: faster,
+and safe in FP16, where the squares of a decomposed layer norm overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from penstock.backends.onnx_import import elementwise, reductions, shapes
+
+MEAN = reductions.OPERATORS["ReduceMean"].compute
+SOFTMAX = elementwise.OPERATORS["Softmax"].compute
+MULTIPLY, ADD, SUBTRACT = torch.mul, torch.add, torch.sub
+# Exporters write constants with seven digits or so.
+RELATIVE = 1e-4
+
+
+def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
+    """Replace every pattern; return how many of each kind were found."""
+    counts = {}
+    for name, find in (
+        ("padding", _fuse_padding),
+        ("linear_bias", _fuse_bias),
+        ("layer_norm", _fuse_layer_norm),
+        ("gelu", _fuse_gelu),
+        ("attention", _fuse_attention),
+    ):
+        counts[name] = sum(find(module, node) for node in list(module.graph.nodes))
+        module.graph.eliminate_dead_code()
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return counts
+
+
+def _calls(node: object, *functions: Callable[..., object]) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in functions
+
+
+def _number(node: fx.Node, function: Callable[..., object]) -> tuple[fx.Node, float] | None:
+    """Return the tensor and the number that a node combines."""
+    if not _calls(node, function) or len(node.args) != 2:
+        return None
+    one, other = node.args
+    if isinstance(one, fx.Node) and isinstance(other, int | float):
+        return one, float(other)
+    return None
+
+
+def _factor(node: object) -> tuple[fx.Node, float] | None:
+    """Return the tensor and the number it is multiplied by, for a product or a quotient."""
+    if not isinstance(node, fx.Node):
+        return None
+    if (found := _number(node, MULTIPLY)) is not None:
+        return found
+    found = _number(node, elementwise.divide)
+    return None if found is None else (found[0], 1 / found[1])
+
+
+def _is_near(value: float, wanted: float) -> bool:
+    return math.isclose(value, wanted, rel_tol=RELATIVE)
+
+
+def _other(node: fx.Node, one: fx.Node) -> object:
+    """Return the argument of a binary operator that is not this one."""
+    first, second = node.args
+    return second if first is one else first
+
+
+def _weight(module: fx.GraphModule, node: object) -> torch.Tensor | None:
+    """Return the constant that a node reads."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    found = getattr(module, str(node.target), None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _add_module(graph_module: fx.GraphModule, kind: str, layer: nn.Module) -> str:
+    number = sum(name.startswith(f"{kind}_") for name, _ in graph_module.named_children())
+    name = f"{kind}_{number}"
+    graph_module.add_submodule(name, layer.eval())
+    return name
+
+
+def _replace(node: fx.Node, insert: Callable[[fx.Graph], fx.Node]) -> bool:
+    with node.graph.inserting_before(node):
+        made = insert(node.graph)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+    return True
+
+
+def _fuse_padding(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Zeros around an image, then a convolution that pads by itself."""
+    if not _calls(node, shapes.pad) or node.kwargs.get("mode", "constant") != "constant":
+        return False
+    widths = node.args[1] if len(node.args) > 1 else node.kwargs.get("pads")
+    filling = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0.0)
+    x, is_whole = node.args[0], isinstance(widths, list | tuple) and len(node.args) < 4
+    if not is_whole or filling not in (None, 0, 0.0, [0.0]):
+        return False
+    assert isinstance(widths, list | tuple)
+    if not any(widths):
+        node.replace_all_uses_with(x)
+        return True
+    user = _only_user(node)
+    if user is None or user.op != "call_module":
+        return False
+    conv = module.get_submodule(str(user.target))
+    half = len(widths) // 2
+    is_same = widths[:half] == widths[half:] and not any(widths[:2])
+    if type(conv) is not nn.Conv2d or not is_same or half != len(conv.weight.shape):
+        return False
+    conv.padding = tuple(
+        one + other for one, other in zip(conv.padding, widths[2:half], strict=True)
+    )
+    conv._reversed_padding_repeated_twice = [
+        each for size in reversed(conv.padding) for each in (size, size)
+    ]
+    node.replace_all_uses_with(x)
+    return True
+
+
+def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
+    """MatMul with a constant, then Add of a constant row."""
+    if not _calls(node, ADD):
+        return False
+    for one in node.args:
+        if not isinstance(one, fx.Node) or one.op != "call_module" or len(one.users) != 1:
+            continue
+        linear = module.get_submodule(str(one.target))
+        bias = _weight(module, _other(node, one))
+        if type(linear) is not nn.Linear or linear.bias is not None or bias is None:
+            continue
+        if bias.shape[-1:] == (linear.out_features,) and bias.numel() == linear.out_features:
+            linear.bias = nn.Parameter(bias.reshape(-1), requires_grad=False)
+            node.replace_all_uses_with(one)
+            return True
+    return False
+
+
+def _is_last_mean(node: object, rank_of: fx.Node) -> bool:
+    if not _calls(node, MEAN):
+        return False
+    assert isinstance(node, fx.Node)
+    axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("axes")
+    is_last = axes in (-1, [-1]) and node.kwargs.get("keepdims", 1) == 1
+    return is_last and node.args[0] is rank_of
+
+
+def _fuse_layer_norm(module: fx.GraphModule, node: fx.Node) -> bool:
+    """x - mean, divided by the root of the mean of its square plus epsilon, scaled and moved."""
+    if not _calls(node, elementwise.divide) or len(node.args) != 2:
+        return False
+    centred, root = node.args
+    if not _calls(centred, SUBTRACT) or not _calls(root, torch.sqrt):
+        return False
+    assert isinstance(centred, fx.Node) and isinstance(root, fx.Node)
+    x, mean = centred.args
+    if not isinstance(x, fx.Node) or not _is_last_mean(mean, x):
+        return False
+    spread = _number(root.args[0], ADD) if isinstance(root.args[0], fx.Node) else None
+    if spread is None or not _calls(spread[0], MEAN):
+        return False
+    square = spread[0].args[0]
+    if not isinstance(square, fx.Node) or not _is_last_mean(spread[0], square):
+        return False
+    if not _is_square(square, x, mean):
+        return False
+    scaled = _only_user(node)
+    weight = _weight(module, _other(scaled, node)) if _calls(scaled, MULTIPLY) else None
+    if scaled is None or weight is None or weight.dim() != 1:
+        return False
+    moved = _only_user(scaled)
+    bias = _weight(module, _other(moved, scaled)) if _calls(moved, ADD) else None
+    last = scaled if moved is None or bias is None or bias.shape != weight.shape else moved
+    with torch.device("meta"):
+        norm = nn.LayerNorm(len(weight), spread[1], bias=last is moved)
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    norm.bias = nn.Parameter(bias, requires_grad=False) if last is moved else None
+    name = _add_module(module, "layer_norm", norm)
+    return _replace(last, lambda graph: graph.call_module(name, (x,)))
+
+
+def _is_square(node: fx.Node, x: fx.Node, mean: object) -> bool:
+    """Whether it is (x - mean) squared; the difference may be computed twice."""
+
+    def is_centred(each: object) -> bool:
+        return _calls(each, SUBTRACT) and isinstance(each, fx.Node) and each.args == (x, mean)
+
+    if (power := _number(node, elementwise.power)) is not None:
+        return power[1] == 2 and is_centred(power[0])
+    return _calls(node, MULTIPLY) and all(map(is_centred, node.args))
+
+
+def _fuse_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
+    """x / 2 * (1 + erf(x / sqrt(2))), whichever product comes first."""
+    if not _calls(node, torch.erf):
+        return False
+    inner = _factor(node.args[0])
+    raised = _only_user(node)
+    if inner is None or not _is_near(inner[1], math.sqrt(0.5)) or raised is None:
+        return False
+    x, plus = inner[0], _number(raised, ADD)
+    product = _only_user(raised)
+    if plus is None or plus[1] != 1 or product is None:
+        return False
+    # The factors x and 1/2 may be applied in any order, over one or two products.
+    halves, has_x, last = 1.0, False, raised
+    while product is not None and _calls(product, MULTIPLY, elementwise.divide):
+        number = _factor(product)
+        if number is not None and number[0] is last:
+            halves *= number[1]
+        elif not has_x and _calls(product, MULTIPLY):
+            rest = _other(product, last)
+            part = _factor(rest)
+            if rest is x:
+                has_x = True
+            elif part is not None and part[0] is x:
+                has_x, halves = True, halves * part[1]
+            else:
+                return False
+        else:
+            return False
+        last = product
+        if has_x and _is_near(halves, 0.5):
+            return _replace(last, lambda graph: graph.call_function(functional.gelu, (x,)))
+        product = _only_user(last)
+    return False
+
+
+def attend(
+    q: torch.Tensor,
+    k_transposed: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    if mask is not None:
+        mask = mask.to(q.dtype)
+    k = k_transposed.transpose(-1, -2)
+    return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+
+def _fuse_attention(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Softmax of scaled products of heads, with or without a mask, times values."""
+    if not _calls(node, torch.matmul) or not _calls(node.args[0], SOFTMAX):
+        return False
+    softmax, values = node.args
+    assert isinstance(softmax, fx.Node)
+    is_last = softmax.kwargs.get("axis", -1) in (-1, 3) and softmax.kwargs["opset"] >= 13
+    is_last = is_last or softmax.kwargs.get("axis") in (-1, 3)
+    if not is_last or len(softmax.users) != 1 or not _has_heads(module, node):
+        return False
+    scores, mask = softmax.args[0], None
+    if _calls(scores, ADD):
+        assert isinstance(scores, fx.Node)
+        scores, mask = _split_mask(scores)
+    scale = 1.0
+    while (part := _factor(scores)) is not None:
+        if len(part[0].users) != 1:
+            return False
+        scores, scale = part[0], scale * part[1]
+    if not _calls(scores, torch.matmul):
+        return False
+    assert isinstance(scores, fx.Node)
+    if len(scores.users) != 1:
+        return False
+    q, k = scores.args
+    return _replace(node, lambda graph: graph.call_function(attend, (q, k, values, mask, scale)))
+
+
+def _has_heads(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the products are of four dimensions: their inputs come from a permutation of four."""
+    seen: list[fx.Node] = [each for each in node.args if isinstance(each, fx.Node)]
+    for _ in range(8):
+        for each in seen:
+            perm = each.kwargs.get("perm") if _calls(each, shapes.transpose) else None
+            if isinstance(perm, Iterable) and len(list(perm)) == 4:
+                return True
+        seen = [x for each in seen for x in each.args if isinstance(x, fx.Node)]
+    return False
+
+
+def _split_mask(added: fx.Node) -> tuple[object, object]:
+    """Return the products and the mask of their sum: the products are those of a MatMul."""
+    one, other = added.args
+    for scores, mask in ((one, other), (other, one)):
+        root = scores
+        while (part := _factor(root)) is not None:
+            root = part[0]
+        if _calls(root, torch.matmul) and isinstance(mask, fx.Node):
+            return scores, mask
+    return added, None

@@ -1,0 +1,151 @@
+"""Operators of `com.microsoft`, compared with ONNX Runtime, whose own they are."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from penstock.backends.onnx_import.importer import import_model
+from penstock.types import Array
+
+WIDTH, HEADS, ROWS, LENGTH = 16, 4, 2, 5
+RANDOM = np.random.default_rng(5)
+TYPES = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32, "uint8": TensorProto.UINT8}
+TYPES["int8"] = TensorProto.INT8
+
+
+def numbers(*shape: int) -> Array:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def whole(dtype: type, *shape: int) -> Array:
+    limits = np.iinfo(dtype)
+    return RANDOM.integers(limits.min, limits.max, shape).astype(dtype)
+
+
+SCALE, ZERO = np.array(0.02, np.float32), np.array(3, np.uint8)
+MASK = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32)
+X, SKIP = numbers(ROWS, LENGTH, WIDTH), numbers(ROWS, LENGTH, WIDTH)
+QKV, QKV_BIAS = numbers(WIDTH, 3 * WIDTH), numbers(3 * WIDTH)
+SMALL = whole(np.uint8, 2, 3, 4, 4)
+PACKED = whole(np.uint8, 8, 1, 8)
+CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
+    "bias gelu": ("BiasGelu", {"x": X, "b": numbers(WIDTH)}, {}),
+    "fast gelu": ("FastGelu", {"x": X, "b": numbers(WIDTH)}, {}),
+    "quick gelu": ("QuickGelu", {"x": X}, {"alpha": 1.702}),
+    "gelu": ("Gelu", {"x": X}, {}),
+    "skip layer norm": (
+        "SkipLayerNormalization",
+        {"x": X, "s": SKIP, "g": numbers(WIDTH), "b": numbers(WIDTH), "c": numbers(WIDTH)},
+        {"epsilon": 1e-6},
+    ),
+    "skip rms norm": (
+        "SkipSimplifiedLayerNormalization",
+        {"x": X, "s": SKIP, "g": numbers(WIDTH)},
+        {"epsilon": 1e-6},
+    ),
+    "attention": ("Attention", {"x": X, "w": QKV, "b": QKV_BIAS}, {"num_heads": HEADS}),
+    "attention with a mask": (
+        "Attention",
+        {"x": X, "w": QKV, "b": QKV_BIAS, "m": MASK},
+        {"num_heads": HEADS},
+    ),
+    "attention with lengths": (
+        "Attention",
+        {"x": X, "w": QKV, "b": QKV_BIAS, "m": np.array([5, 3], np.int32)},
+        {"num_heads": HEADS},
+    ),
+    "multi-head attention": (
+        "MultiHeadAttention",
+        {"q": X, "k": SKIP, "v": SKIP, "b": QKV_BIAS, "m": MASK},
+        {"num_heads": HEADS},
+    ),
+    "fused matmul": ("FusedMatMul", {"a": X, "b": SKIP}, {"alpha": 0.5, "transB": 1}),
+    "fused gemm": (
+        "FusedGemm",
+        {"a": numbers(3, 4), "b": numbers(4, 5), "c": numbers(5)},
+        {"activation": "Relu"},
+    ),
+    "fused convolution": (
+        "FusedConv",
+        {"x": numbers(2, 3, 6, 6), "w": numbers(4, 3, 3, 3), "b": numbers(4)},
+        {"activation": "Relu", "pads": [1, 1, 1, 1]},
+    ),
+    "quantised sum": (
+        "QLinearAdd",
+        {"a": SMALL, "as": SCALE, "az": ZERO, "b": SMALL, "bs": SCALE, "bz": ZERO}
+        | {"ys": np.array(0.05, np.float32), "yz": ZERO},
+        {},
+    ),
+    "quantised product": (
+        "QLinearMul",
+        {"a": SMALL, "as": SCALE, "az": ZERO, "b": SMALL, "bs": SCALE, "bz": ZERO}
+        | {"ys": np.array(0.2, np.float32), "yz": ZERO},
+        {},
+    ),
+    "quantised sigmoid": (
+        "QLinearSigmoid",
+        {"x": SMALL, "xs": SCALE, "xz": ZERO, "ys": np.array(1 / 256, np.float32), "yz": ZERO},
+        {},
+    ),
+    "quantised average": (
+        "QLinearGlobalAveragePool",
+        {"x": SMALL, "xs": SCALE, "xz": ZERO, "ys": SCALE, "yz": ZERO},
+        {},
+    ),
+    "quantised concatenation": (
+        "QLinearConcat",
+        {"ys": SCALE, "yz": ZERO, "a": SMALL, "as": SCALE, "az": ZERO}
+        | {"b": SMALL, "bs": np.array(0.03, np.float32), "bz": ZERO},
+        {"axis": 1},
+    ),
+    "integer matmul to float": (
+        "MatMulIntegerToFloat",
+        {"a": whole(np.uint8, 3, 4), "b": whole(np.int8, 4, 5), "as": SCALE, "bs": SCALE}
+        | {"az": ZERO, "bz": np.array(1, np.int8), "c": numbers(5)},
+        {},
+    ),
+    "dynamic quantisation": (
+        "DynamicQuantizeMatMul",
+        {"a": numbers(3, 8), "b": whole(np.uint8, 8, 5), "bs": SCALE, "bz": ZERO},
+        {},
+    ),
+    "weights of four bits": (
+        "MatMulNBits",
+        {"a": numbers(3, 16), "b": PACKED, "s": numbers(8)},
+        {"K": 16, "N": 8, "bits": 4, "block_size": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_those_of_onnx_runtime(name: str) -> None:
+    op_type, inputs, attributes = CASES[name]
+    node = helper.make_node(op_type, list(inputs), ["y"], domain="com.microsoft", **attributes)
+    # The first tensor of numbers is the input; the rest are weights, as in files.
+    first = next(key for key, array in inputs.items() if array.ndim)
+    graph = helper.make_graph(
+        [node],
+        "made",
+        [
+            helper.make_tensor_value_info(
+                first, TYPES[inputs[first].dtype.name], inputs[first].shape
+            )
+        ],
+        [helper.make_empty_tensor_value_info("y")],
+        [numpy_helper.from_array(array, key) for key, array in inputs.items() if key != first],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (expected,) = session.run(["y"], {first: inputs[first]})
+    with torch.no_grad():
+        (found,) = import_model(model).module(torch.from_numpy(inputs[first]))
+    assert (found.numpy().dtype, found.shape) == (expected.dtype, expected.shape)
+    difference = np.abs(found.numpy().astype(np.float64) - expected.astype(np.float64)).max()
+    # Quantised values may round to the next step.
+    largest = 1 if expected.dtype == np.uint8 else 2e-4 * max(1, np.abs(expected).max())
+    assert difference <= largest

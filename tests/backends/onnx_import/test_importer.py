@@ -1,0 +1,212 @@
+"""What becomes of an ONNX graph: constants, branches, shapes on the host, and refusals by name."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from penstock.backends.onnx_import.importer import import_file, import_model
+from penstock.errors import ConfigError
+from penstock.types import Array
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def make(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: dict[str, Sequence[int | str]],
+    outputs: Sequence[str] = ("y",),
+    weights: dict[str, Array] | None = None,
+    *,
+    opset: int = 18,
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        list(nodes),
+        "made",
+        [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(name, FLOAT, None) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+    )
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets)
+
+
+def kinds(model: onnx.ModelProto) -> list[str]:
+    """Names of the functions and modules that the graph of a model calls."""
+    module = import_model(model).module
+    return [
+        type(module.get_submodule(str(node.target))).__name__
+        if node.op == "call_module"
+        else node.target.__name__
+        for node in module.graph.nodes
+        if node.op in ("call_module", "call_function")
+    ]
+
+
+def test_layers_with_constant_weights_are_modules() -> None:
+    model = make(
+        [
+            helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["a"], ["b"]),
+            helper.make_node("MaxPool", ["b"], ["y"], kernel_shape=[2, 2], strides=[2, 2]),
+        ],
+        {"x": ["n", 3, 8, 8]},
+        weights={"w": np.ones((4, 3, 3, 3), np.float32)},
+    )
+    assert kinds(model) == ["Conv2d", "relu", "MaxPool2d"]
+
+
+def test_asymmetric_padding_stays_a_function() -> None:
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[0, 0, 1, 1])
+    weights = {"w": np.ones((4, 3, 3, 3), np.float32)}
+    assert kinds(make([node], {"x": [1, 3, 8, 8]}, weights=weights)) == ["convolve"]
+
+
+def test_weights_share_the_memory_of_the_file() -> None:
+    weight = np.random.default_rng(0).random((8, 4), dtype=np.float32)
+    model = make(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": [1, 8]}, weights={"w": weight}
+    )
+    (linear,) = (
+        each for each in import_model(model).module.modules() if isinstance(each, nn.Linear)
+    )
+    assert linear.weight.untyped_storage().nbytes() == weight.nbytes
+    assert not linear.weight.is_contiguous()
+
+
+def test_external_weights_are_mapped(tmp_path: Path) -> None:
+    weight = np.arange(2048, dtype=np.float32).reshape(2, 1024)
+    model = make(
+        [helper.make_node("Add", ["x", "w"], ["y"])], {"x": [2, 1024]}, weights={"w": weight}
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    imported = import_file(path)
+    (found,) = imported.module(torch.zeros(2, 1024))
+    assert torch.equal(found, torch.from_numpy(weight))
+
+
+@pytest.mark.parametrize("location", ["../secret.bin", "/etc/hostname"])
+def test_external_weights_outside_the_folder_are_refused(tmp_path: Path, location: str) -> None:
+    (tmp_path / "secret.bin").write_bytes(bytes(16))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = make(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        {"x": [4]},
+        weights={"w": np.zeros(4, np.float32)},
+    )
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ConfigError, match="outside the folder"):
+        import_file(folder / "model.onnx")
+
+
+def test_operators_without_an_implementation_are_all_named() -> None:
+    model = make(
+        [
+            helper.make_node("RandomNormalLike", ["x"], ["a"], name="coin"),
+            helper.make_node("GroupQueryAttention", ["a"], ["b"], domain="com.microsoft"),
+            helper.make_node("Optional", ["b"], ["y"]),
+        ],
+        {"x": [1]},
+    )
+    with pytest.raises(ConfigError) as caught:
+        import_model(model)
+    text = "\n".join(caught.value.problems)
+    assert "operator RandomNormalLike (node 'coin') is not supported" in text
+    assert "operator com.microsoft.GroupQueryAttention" in text
+    assert "operator Optional" in text
+
+
+def test_an_attribute_that_is_not_known_is_refused() -> None:
+    node = helper.make_node("Relu", ["x"], ["y"], slope=0.5)
+    with pytest.raises(ConfigError, match=r"Relu .*attribute slope"):
+        import_model(make([node], {"x": [1]}))
+
+
+def branch(name: str, factor: float) -> onnx.GraphProto:
+    value = numpy_helper.from_array(np.array(factor, np.float32))
+    nodes = [
+        helper.make_node("Constant", [], [f"{name}_factor"], value=value),
+        helper.make_node("Mul", ["x", f"{name}_factor"], [f"{name}_y"]),
+    ]
+    output = helper.make_tensor_value_info(f"{name}_y", FLOAT, None)
+    return helper.make_graph(nodes, name, [], [output])
+
+
+def choosing(condition: onnx.NodeProto, inputs: dict[str, Sequence[int | str]]) -> onnx.ModelProto:
+    chosen = helper.make_node(
+        "If", ["c"], ["y"], then_branch=branch("yes", 2.0), else_branch=branch("no", 3.0)
+    )
+    return make([condition, chosen], inputs, weights={"one": np.array(1.0, np.float32)})
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(2.0, 10.0), (0.5, 15.0)])
+def test_a_branch_on_a_fixed_input_is_chosen(rate: float, expected: float) -> None:
+    model = choosing(helper.make_node("Greater", ["rate", "one"], ["c"]), {"x": [1], "rate": []})
+    imported = import_model(model, fixed={"rate": torch.tensor(rate)})
+    assert imported.inputs == ("x",)
+    (found,) = imported.module(torch.tensor([5.0]))
+    assert found.item() == expected
+
+
+def test_a_branch_on_a_size_that_is_known_is_chosen() -> None:
+    model = choosing(helper.make_node("Greater", ["size", "one"], ["c"]), {"x": ["n", "m"]})
+    index = numpy_helper.from_array(np.array(1), "index")
+    model.graph.initializer.append(index)
+    for node in (
+        helper.make_node("Cast", ["at"], ["size"], to=FLOAT),
+        helper.make_node("Gather", ["shape", "index"], ["at"]),
+        helper.make_node("Shape", ["x"], ["shape"]),
+    ):
+        model.graph.node.insert(0, node)
+    with pytest.raises(ConfigError, match="control flow If"):
+        import_model(model)
+    imported = import_model(model, sizes={"x": [-1, 4]})
+    (found,) = imported.module(torch.ones(3, 4))
+    assert torch.equal(found, torch.full((3, 4), 2.0))
+
+
+def test_a_fixed_input_must_exist() -> None:
+    model = make([helper.make_node("Relu", ["x"], ["y"])], {"x": [1]})
+    with pytest.raises(ConfigError, match="fixed input 'rate': the model has no such input"):
+        import_model(model, fixed={"rate": torch.tensor(1)})
+
+
+def test_shapes_for_a_reshape_stay_on_the_host() -> None:
+    """A tensor on the meta device has no data: what depends on it would fail."""
+    model = make(
+        [
+            helper.make_node("Shape", ["x"], ["s"]),
+            helper.make_node("Gather", ["s", "zero"], ["n"]),
+            helper.make_node("Unsqueeze", ["n", "axis"], ["rows"]),
+            helper.make_node("Concat", ["rows", "rest"], ["to"], axis=0),
+            helper.make_node("Reshape", ["x", "to"], ["y"]),
+        ],
+        {"x": ["n", 2, 3]},
+        weights={"zero": np.array(0), "axis": np.array([0]), "rest": np.array([6])},
+    )
+    module = import_model(model).module.to("meta")
+    (found,) = module(torch.empty(5, 2, 3, device="meta"))
+    assert found.shape == (5, 6)
+
+
+def test_models_of_unknown_operator_sets_are_refused() -> None:
+    with pytest.raises(ConfigError, match="operator set 6; expected 7 to"):
+        import_model(make([helper.make_node("Relu", ["x"], ["y"])], {"x": [1]}, opset=6))
+
+
+def test_a_file_that_is_not_onnx(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"not a model")
+    with pytest.raises(ConfigError, match="cannot be read as ONNX"):
+        import_file(path)

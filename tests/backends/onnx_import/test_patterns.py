@@ -1,0 +1,115 @@
+"""Decomposed layers become one again, and answers stay those of ONNX Runtime."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+from penstock.backends.onnx_import.folding import fold_shapes, retype
+from penstock.backends.onnx_import.importer import ImportedGraph, import_file
+from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.types import Array
+
+WIDTH, HEADS, LENGTH = 16, 2, 5
+
+
+class Block(nn.Module):
+    """A layer of an encoder, as exporters of older operator sets decompose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH, eps=1e-6)
+        self.activation = nn.GELU()
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(x.shape[0], x.shape[1], HEADS, -1).permute(0, 2, 1, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.heads(each(x)) for each in self.projections[:3])
+        scores = q @ k.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5
+        hidden = (1.0 - mask[:, None, None, :]) * torch.finfo(torch.float32).min
+        found = torch.softmax(scores + hidden, -1) @ v
+        found = found.permute(0, 2, 1, 3).reshape(x.shape)
+        return self.activation(self.projections[3](self.norm(found + x)))
+
+
+def inputs(rows: int) -> dict[str, Array]:
+    random = np.random.default_rng(rows)
+    mask = np.ones((rows, LENGTH), np.float32)
+    mask[-1, 3:] = 0
+    return {"x": random.standard_normal((rows, LENGTH, WIDTH), np.float32), "mask": mask}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("block") / "model.onnx"
+    example = tuple(map(torch.from_numpy, inputs(2).values()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Block().eval(),
+            example,
+            path,
+            input_names=["x", "mask"],
+            output_names=["y"],
+            opset_version=14,
+            dynamo=False,
+            dynamic_axes={"x": {0: "n"}, "mask": {0: "n"}},
+        )
+    return path
+
+
+def folded(path: Path) -> ImportedGraph:
+    imported = import_file(path)
+    samples = [
+        {name: (torch.float32, each.shape) for name, each in inputs(rows).items()}
+        for rows in (2, 3, 5)
+    ]
+    fold_shapes(imported, samples)
+    return imported
+
+
+def answer(imported: ImportedGraph, rows: int) -> torch.Tensor:
+    with torch.no_grad():
+        (found,) = imported.module(*(torch.from_numpy(inputs(rows)[n]) for n in imported.inputs))
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_answers_are_those_of_onnx_runtime(path: Path, rows: int) -> None:
+    imported = folded(path)
+    fuse_patterns(imported.module)
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, inputs(rows))
+    torch.testing.assert_close(
+        answer(imported, rows), torch.from_numpy(expected), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_every_pattern_is_found(path: Path) -> None:
+    found = fuse_patterns(folded(path).module)
+    assert found == {"padding": 0, "linear_bias": 4, "layer_norm": 1, "gelu": 1, "attention": 1}
+
+
+def test_no_shape_is_computed_at_run_time(path: Path) -> None:
+    names = [getattr(node.target, "__name__", "") for node in folded(path).module.graph.nodes]
+    assert "shape" not in names
+
+
+def test_a_mask_beyond_the_range_of_half_precision_stays_finite(path: Path) -> None:
+    imported = folded(path)
+    fuse_patterns(imported.module)
+    expected = answer(imported, 3)
+    retype(imported, torch.bfloat16)
+    retyped = imported.module.to(torch.bfloat16)
+    given = [torch.from_numpy(inputs(3)[name]).bfloat16() for name in imported.inputs]
+    with torch.no_grad():
+        (found,) = retyped(*given)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.05)

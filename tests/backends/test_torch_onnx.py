@@ -1,0 +1,180 @@
+"""ONNX files on the PyTorch engine: answers, options, refusals, and the way back to the CPU."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from suites.backend import model_config
+
+from penstock.backends import GPU_FALLBACK, Batch, Runner, backend
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.types import Array, TensorSpec
+
+pytest.importorskip("torch")
+
+
+def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
+    (found,) = runner.start(Batch(inputs, len(next(iter(inputs.values()))))).wait()
+    return dict(found)
+
+
+def write(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    weights: dict[str, Array],
+    outputs: Sequence[str] = ("y",),
+) -> Path:
+    """A model of rows of eight numbers."""
+    graph = helper.make_graph(
+        list(nodes),
+        "made",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in outputs],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
+    )
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    random = np.random.default_rng(0)
+    weights = {"w": random.random((8, 4), np.float32), "b": random.random(4, np.float32)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Add", ["a", "b"], ["z"]),
+        helper.make_node("Relu", ["z"], ["y"]),
+    ]
+    path = write(tmp_path / "model.onnx", nodes, weights, ("z", "y"))
+    inputs, outputs = [TensorSpec("x", "FP32", (8,))], [TensorSpec("y", "FP32", (4,))]
+    return model_config("pytorch", path, inputs, outputs)
+
+
+ROWS = np.random.default_rng(1).standard_normal((3, 8)).astype(np.float32)
+
+
+def by_onnx_runtime(config: ModelConfig) -> Array:
+    return answer(backend("onnxruntime")(replace(config, backend="onnxruntime")), {"x": ROWS})["y"]
+
+
+def test_answers_are_those_of_onnx_runtime(config: ModelConfig) -> None:
+    runner = backend("pytorch")(config)
+    assert runner.built()["form"] == "ONNX"
+    np.testing.assert_allclose(answer(runner, {"x": ROWS})["y"], by_onnx_runtime(config), rtol=1e-5)
+
+
+def test_outputs_come_by_name_in_any_order(config: ModelConfig) -> None:
+    outputs = (TensorSpec("y", "FP32", (4,)), TensorSpec("z", "FP32", (4,)))
+    found = answer(backend("pytorch")(replace(config, outputs=outputs)), {"x": ROWS})
+    assert list(found) == ["y", "z"]
+    np.testing.assert_array_equal(found["y"], np.maximum(found["z"], 0))
+
+
+def test_half_precision_keeps_the_datatypes_of_inputs_and_outputs(config: ModelConfig) -> None:
+    runner = backend("pytorch")(replace(config, options={"penstock.dtype": "bf16"}))
+    found = answer(runner, {"x": ROWS})["y"]
+    assert (found.dtype, runner.built()["dtype"]) == (np.float32, "bfloat16")
+    np.testing.assert_allclose(found, by_onnx_runtime(config), rtol=0.05, atol=0.05)
+
+
+def test_a_wrong_signature_is_named(config: ModelConfig) -> None:
+    wrong = replace(config, inputs=(TensorSpec("x", "FP32", (9,)),))
+    with pytest.raises(ConfigError, match="input 'x'"):
+        backend("pytorch")(wrong)
+
+
+def test_an_operator_that_is_missing_is_named_with_the_alternative(
+    config: ModelConfig, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "random.onnx", [helper.make_node("RandomNormalLike", ["x"], ["y"])], {})
+    with pytest.raises(ConfigError) as caught:
+        backend("pytorch")(replace(config, artifact=str(path)))
+    (problem,) = caught.value.problems
+    assert "1/random.onnx: operator RandomNormalLike" in problem
+    assert "KIND_CPU in instance_group runs the model on ONNX Runtime" in problem
+
+
+@pytest.mark.parametrize("length", [3, 32, 50])
+def test_lengths_that_no_sample_had(tmp_path: Path, length: int) -> None:
+    """Reshape to sizes that are computed from the input's."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Gather", ["s", "zero"], ["n"]),
+        helper.make_node("Gather", ["s", "one"], ["m"]),
+        helper.make_node("Mul", ["n", "m"], ["nm"]),
+        helper.make_node("Concat", ["nm", "two"], ["flat"], axis=0),
+        helper.make_node("Reshape", ["x", "flat"], ["a"]),
+        helper.make_node("Concat", ["n", "m", "two"], ["whole"], axis=0),
+        helper.make_node("Reshape", ["a", "whole"], ["y"]),
+    ]
+    weights = {"zero": np.array([0]), "one": np.array([1]), "two": np.array([2])}
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", "m", 2])
+    graph = helper.make_graph(
+        nodes,
+        "made",
+        [value],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "m", 2])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path
+    )
+    specs = [TensorSpec(name, "FP32", (-1, 2)) for name in "xy"]
+    config = model_config("pytorch", path, specs[:1], specs[1:])
+    rows = np.random.default_rng(0).random((3, length, 2), np.float32)
+    np.testing.assert_array_equal(answer(backend("pytorch")(config), {"x": rows})["y"], rows)
+
+
+class TestTheEngineOfAnOnnxFile:
+    def test_is_onnx_runtime_on_a_cpu_and_ours_on_a_gpu(self, config: ModelConfig) -> None:
+        config = replace(config, backend="onnxruntime")
+        assert config.engine == "onnxruntime"
+        assert replace(config, device="cuda:0").engine == "pytorch"
+
+    def test_is_onnx_runtime_if_its_providers_are_chosen(self, config: ModelConfig) -> None:
+        options = {"providers": "CUDAExecutionProvider"}
+        chosen = replace(config, backend="onnxruntime", device="cuda:0", options=options)
+        assert chosen.engine == "onnxruntime"
+
+    def test_instances_on_one_gpu_share_a_worker(self, config: ModelConfig) -> None:
+        config = replace(config, backend="onnxruntime", device="cuda:0", num_instances=2)
+        assert config.workers == (("cuda:0", 2),)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return lambda: None
+
+
+def test_a_model_without_a_kind_runs_on_the_cpu_instead(
+    config: ModelConfig, without_gpu: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = replace(config, backend="onnxruntime", device="cuda:7", is_gpu_optional=True)
+    runner = backend("onnxruntime")(config)
+    assert "cuda:7" in runner.built()[GPU_FALLBACK]
+    assert "runs on the CPU" in caplog.text
+    np.testing.assert_allclose(
+        answer(runner, {"x": ROWS})["y"], by_onnx_runtime(config_on_cpu(config))
+    )
+
+
+def config_on_cpu(config: ModelConfig) -> ModelConfig:
+    return replace(config, device="cpu")
+
+
+def test_a_model_that_asks_for_a_gpu_is_refused_without(
+    config: ModelConfig, without_gpu: object
+) -> None:
+    with pytest.raises(ConfigError, match="device: 'cuda:7' cannot be used"):
+        backend("onnxruntime")(replace(config, backend="onnxruntime", device="cuda:7"))
