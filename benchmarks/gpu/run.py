@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/run.py --model resnet50                 about five minutes on an H200
     python benchmarks/gpu/run.py --model bert-large               about four; vit-b about three
+    python benchmarks/gpu/run.py --model resnet50 --onnx          from an ONNX file of it
     python benchmarks/gpu/run.py --model resnet50 --device cpu    does it run? tiny, no figures
     python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --html gpu.html
 
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +37,7 @@ from measuring import Arrays, Load, answers, error_of, measured
 from models import MODELS, Model, Technique, runs_on
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from penstock.backends import COMPILED, backend
 from penstock.config import BatchPolicy, ModelConfig
@@ -68,8 +70,9 @@ class Shard(Protocol):
 
 
 class Images:
-    def __init__(self, model: Model, device: str) -> None:
+    def __init__(self, model: Model, device: str, *, is_onnx: bool = False) -> None:
         self.is_tiny = device == "cpu"
+        self.is_onnx = is_onnx
         self.device = device
         self.model = model
         self.techniques = {n: t for n, t in model.techniques.items() if runs_on(t, device)}
@@ -78,7 +81,20 @@ class Images:
 
     def config(self, technique: Technique) -> ModelConfig:
         most = max(self.batches)
-        return configured(self.model, technique, self.folder, self.device, most)
+        config = configured(self.model, technique, self.folder, self.device, most)
+        if not self.is_onnx:
+            return config
+        # The file's own datatypes: an ONNX file of FP32 takes FP32, whatever it computes in.
+        floats = {spec.name: spec for spec in config.inputs}
+        declared = tensors(self.model, self.is_tiny)
+        return replace(
+            config,
+            artifact=str(exported(self.model, self.folder, self.is_tiny)),
+            inputs=tuple(
+                replace(floats[name], datatype=each.datatype) for name, each in declared.items()
+            ),
+            options={k: text for k, text in config.options.items() if k != "penstock.factory"},
+        )
 
     def loads(self, technique: Technique) -> list[Load]:
         specs = self.config(technique).inputs
@@ -99,10 +115,13 @@ class Images:
         return outputs
 
 
-def open_shard(name: str, device: str) -> Shard:
+def open_shard(name: str, device: str, *, is_onnx: bool = False) -> Shard:
     if name == BERT:
+        if is_onnx:
+            sys.exit(f"--onnx: not for {BERT}, whose techniques need its module")
         return bert.Sequences(device, ROOT / ".bench" / "gpu")
-    return Images(MODELS.get(name) or MODELS[name.replace("-", "_")], device)
+    model = MODELS.get(name) or MODELS[name.replace("-", "_")]
+    return Images(model, device, is_onnx=is_onnx)
 
 
 def main() -> None:
@@ -118,21 +137,23 @@ def main() -> None:
     parser.add_argument("--only", default="", help="techniques with this in their name")
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu_MODEL.json")
+    parser.add_argument("--onnx", action="store_true", help="the network from an ONNX file")
     parser.add_argument("--technique", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.technique:
-        print(json.dumps(in_this_process(args.model, args.technique, args.device)))
+        print(json.dumps(in_this_process(args)))
         return
     run(args)
 
 
 def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
-    out = args.out or folder_of(args.device) / f"gpu_{args.model}.json"
+    name = f"{args.model}-onnx" if args.onnx else args.model
+    out = args.out or folder_of(args.device) / f"gpu_{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(out.read_text()) if out.is_file() else {"model": args.model}
+    found = json.loads(out.read_text()) if out.is_file() else {"model": name}
     known = found.setdefault("techniques", {})
-    shard = open_shard(args.model, args.device)
+    shard = open_shard(args.model, args.device, is_onnx=args.onnx)
     asked = {
         name: about_s(technique, known.get(name, {}))
         for name, technique in shard.techniques.items()
@@ -185,6 +206,7 @@ def references(shard: Shard) -> list[Path]:
 
 def in_a_child(args: argparse.Namespace, name: str, limit_s: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--model", args.model, "--device", args.device]
+    command += ["--onnx"] if args.onnx else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     began = time.monotonic()
     answer: dict[str, Any] = {}
@@ -212,9 +234,10 @@ def without_frames(text: str) -> str:
     return "\n".join(line for line in text.strip().splitlines() if not line.startswith("frame #"))
 
 
-def in_this_process(model: str, name: str, device: str) -> dict[str, Any]:
+def in_this_process(args: argparse.Namespace) -> dict[str, Any]:
     """In the child: one technique, all batch sizes."""
-    shard = open_shard(model, device)
+    name, device = args.technique, args.device
+    shard = open_shard(args.model, device, is_onnx=args.onnx)
     first = next(iter(shard.techniques))
     technique = shard.techniques[first if name == REFERENCE else name]
     config = shard.config(technique)
@@ -256,6 +279,32 @@ def made(model: Model, is_tiny: bool) -> Path:
         save_file(getattr(models, factory)().state_dict(), draft)
         draft.rename(weights)
     return version
+
+
+def exported(model: Model, version: Path, is_tiny: bool) -> Path:
+    """An ONNX file with the weights of the version, as torch's exporter writes it."""
+    path = version / "model.onnx"
+    if not path.is_file():
+        network = getattr(models, model.tiny if is_tiny else model.factory)()
+        network.load_state_dict(load_file(version / "model.safetensors"))
+        inputs = tensors(model, is_tiny)
+        example = [
+            torch.from_numpy(each.drawn(2, DATATYPES[each.datatype].numpy, seed=0))
+            for each in inputs.values()
+        ]
+        draft = path.with_suffix(".part")
+        torch.onnx.export(
+            network.eval(),
+            tuple(example),
+            draft,
+            input_names=list(inputs),
+            output_names=list(model.outputs),
+            opset_version=17,
+            dynamo=False,
+            dynamic_axes={name: {0: "n"} for name in (*inputs, *model.outputs)},
+        )
+        draft.rename(path)
+    return path
 
 
 def configured(
