@@ -255,6 +255,8 @@ class _Flattener:
         self.outputs = {value.name: self._resolve(value.name) for value in model.graph.output}
 
     def _infer(self, model: ModelProto) -> None:
+        # Files declare shapes in between that are left over from other batch sizes.
+        del model.graph.value_info[:]
         try:
             graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
         except Exception as error:  # Only ranks and datatypes are unknown then.

@@ -200,6 +200,18 @@ def test_shapes_for_a_reshape_stay_on_the_host() -> None:
     assert found.shape == (5, 6)
 
 
+def test_shapes_that_a_file_declares_in_between_are_not_believed() -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["a"]),
+        helper.make_node("Shape", ["a"], ["s"]),
+        helper.make_node("Reshape", ["a", "s"], ["y"]),
+    ]
+    model = make(nodes, {"x": ["n", 4]})
+    model.graph.value_info.append(helper.make_tensor_value_info("a", FLOAT, [1, 4]))
+    (found,) = import_model(model).module(torch.ones(3, 4))
+    assert found.shape == (3, 4)
+
+
 def test_models_of_unknown_operator_sets_are_refused() -> None:
     with pytest.raises(ConfigError, match="operator set 6; expected 7 to"):
         import_model(make([helper.make_node("Relu", ["x"], ["y"])], {"x": [1]}, opset=6))
