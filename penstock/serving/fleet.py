@@ -19,7 +19,7 @@ from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
-from penstock.repository import pretrained
+from penstock.repository import onnx_file, pretrained
 from penstock.serving.placement import GpuPlan, Need, Share, make_plan, place, shortages
 from penstock.system import devices
 from penstock.system.devices import Gpu
@@ -154,9 +154,15 @@ def need_of(config: ModelConfig) -> Need:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """Return the size of the artifact or, if that is code, of the safetensors files beside it, with
-    floats as `penstock.dtype` loads them."""
+    """Return the size of the artifact, with an ONNX file's external weights, or, if that is code,
+    of the safetensors files beside it, with floats as `penstock.dtype` loads them."""
     path = Path(config.artifact)
+    if path.suffix == ".onnx" and path.is_file():
+        try:
+            names = onnx_file.weight_files(path)
+        except ConfigError:  # The worker reports the error.
+            names = []
+        return _size(path) + sum(_size(path.parent / name) for name in names)
     if not config.artifact or path.suffix != ".py":
         return _size(path) if path.is_file() else 0
     float_bytes = FLOAT_BYTES.get(config.options.get("penstock.dtype", ""))

@@ -1,11 +1,15 @@
 """Models are put on the GPUs there are, as long as there is room for them."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+import onnx
 from doubles import FakeGpus
+from onnx import TensorProto, helper, numpy_helper
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.serving.fleet import Arrangement, Fleet, shares_of
+from penstock.serving.fleet import Arrangement, Fleet, shares_of, weight_bytes
 from penstock.types import TensorSpec
 
 GIB = 1 << 30
@@ -98,3 +102,24 @@ def test_a_model_that_cannot_be_placed_says_so():
     found = arrange(model("a", 1), gpus=FakeGpus())
     assert "no NVIDIA GPU is seen here" in found.problems["a"][0]
     assert found.plan == ()
+
+
+def test_external_weights_of_an_onnx_file_count(tmp_path: Path) -> None:
+    weight = np.zeros((1000, 1000), np.float32)
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1000, 1000])
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1000, 1000])
+    node = helper.make_node("Add", ["x", "w"], ["y"])
+    graph = helper.make_graph(
+        [node], "g", [value], [output], [numpy_helper.from_array(weight, "w")]
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save(
+        helper.make_model(graph),
+        path,
+        save_as_external_data=True,
+        location="weights.bin",
+        size_threshold=0,
+    )
+    specs = (TensorSpec("x", "FP32", (1000, 1000)),)
+    config = ModelConfig("m", "1", "onnxruntime", str(path), specs, specs, 0, BatchPolicy(1))
+    assert weight_bytes(config) >= weight.nbytes > path.stat().st_size
