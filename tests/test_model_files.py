@@ -111,11 +111,9 @@ def test_options_of_torch_are_its_own(tmp_path: Path) -> None:
     add_version(tmp_path / "torch", 'backend: "pytorch"' + TENSORS + options, "module.py")
     assert resolved(tmp_path / "torch").options["penstock.dtype"] == "bf16"
     add_version(tmp_path / "onnx", 'backend: "onnxruntime"' + TENSORS + options, "model.onnx")
-    assert [problem.split(":")[0] for problem in sorted(problems(tmp_path / "onnx"))] == [
-        "parameters.penstock.compile",
-        "parameters.penstock.dtype",
-        "parameters.penstock.factory",
-    ]
+    # The others are for GPUs, where torch runs ONNX files too.
+    (problem,) = problems(tmp_path / "onnx")
+    assert problem.startswith("parameters.penstock.factory:")
 
 
 def export(path: Path, max_rows: int | None) -> None:

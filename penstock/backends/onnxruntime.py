@@ -6,7 +6,6 @@ docs/backends.md explains the options. The effective settings are read back and 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -20,7 +19,13 @@ import numpy as np
 import onnxruntime as ort
 
 from penstock.backends import GPU_FALLBACK, Batch, Execution, Runner, backend
-from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.checks import (
+    check_signature,
+    log,
+    num_threads,
+    share_of_cores,
+    warn_unknown,
+)
 from penstock.backends.finished import Finished
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
@@ -56,7 +61,6 @@ _SOURCE = re.compile(
 )
 _CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 CPU_PROVIDER = "CPUExecutionProvider"
-log = logging.getLogger("penstock.backend")
 
 
 class OnnxRunner(Runner):

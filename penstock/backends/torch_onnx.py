@@ -12,12 +12,16 @@ from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES
+from penstock.types import DATATYPES, TensorSpec
 
-# Batch sizes and lengths for which shapes are worked out. What is the same for all of them is taken
-# to be so always, so they are far apart; some networks take only multiples of 32.
-ROWS = (1, 2, 3, 5, 7, 64)
-LENGTHS = (32, 64, 1, 96, 512, 1760)
+# Sizes for which shapes are worked out, each dynamic size by itself beside the first of the others.
+# What is the same for all of them is taken to be so always, so they are of all kinds.
+ROWS = (3, 1, 2, 5, 8)
+LENGTHS = (37, 2, 33, 34, 64, 101, 515, 2051)
+# So that no two sizes are equal by chance.
+APART = 6
+# Names of the batch size, and of lengths that are padded to buckets.
+BATCH, BUCKET = "batch size", "bucket"
 ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
 
 
@@ -32,7 +36,7 @@ def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
         name = Path(config.artifact).name
         problems = [f"{config.version}/{name}: {problem}" for problem in error.problems]
         raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
-    fold_shapes(graph, samples(config))
+    fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)
     if dtype is not None:
         retype(graph, dtype)
@@ -43,23 +47,63 @@ def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
     return graph
 
 
-def samples(config: ModelConfig) -> list[Sample]:
-    """Return shapes of inputs as they may come: several batch sizes, and lengths of buckets."""
-    lengths = LENGTHS if config.padding is None else tuple(config.padding.buckets)
-    found: list[Sample] = []
-    for number in range(max(len(ROWS), len(lengths))):
-        rows, length = ROWS[number % len(ROWS)], lengths[number % len(lengths)]
-        batch = (rows,) if config.max_batch_size else ()
-        found.append(
-            {
-                spec.name: (
-                    torch_type(spec.datatype),
-                    (*batch, *(length if size < 0 else size for size in spec.shape)),
-                )
-                for spec in config.inputs
-            }
-        )
-    return found
+def samples(config: ModelConfig, graph: ImportedGraph) -> list[Sample]:
+    """Return shapes of inputs as they may come. Sizes with the same name in the file are equal, as
+    are batch sizes; others are not, nor are they multiples of each other."""
+    named = {spec.name: _names(config, spec, graph) for spec in config.inputs}
+    symbols = sorted({name for names in named.values() for name in names if name})
+    values = {name: _values(config, name, number) for number, name in enumerate(symbols)}
+    first = {name: each[0] for name, each in values.items()}
+    chosen = [first]
+    for name, each in values.items():
+        chosen += [{**first, name: size} for size in each[1:]]
+    return [
+        {
+            spec.name: (
+                torch_type(spec.datatype),
+                [
+                    sizes[name] if name else size
+                    for name, size in zip(named[spec.name], _shape(config, spec), strict=True)
+                ],
+            )
+            for spec in config.inputs
+        }
+        for sizes in chosen
+    ]
+
+
+def _shape(config: ModelConfig, spec: TensorSpec) -> tuple[int, ...]:
+    return (-1, *spec.shape) if config.max_batch_size else spec.shape
+
+
+def _names(config: ModelConfig, spec: TensorSpec, graph: ImportedGraph) -> list[str]:
+    """Return a name for each dynamic size of an input; empty for fixed ones."""
+    declared = graph.symbols.get(spec.name, ())
+    names = []
+    for axis, size in enumerate(_shape(config, spec)):
+        if config.max_batch_size and axis == 0:
+            names.append(BATCH)
+        elif size >= 0:
+            names.append("")
+        elif _is_padded(config, spec.name, axis):
+            names.append(BUCKET)
+        else:
+            names.append((declared[axis] if axis < len(declared) else "") or f"{spec.name}.{axis}")
+    return names
+
+
+def _is_padded(config: ModelConfig, name: str, axis: int) -> bool:
+    axes = () if config.padding is None else config.padding.axes
+    row_axis = axis - 1 if config.max_batch_size else axis
+    return any(each.input == name and each.axis == row_axis for each in axes)
+
+
+def _values(config: ModelConfig, name: str, number: int) -> list[int]:
+    if name == BATCH:
+        return sorted({min(rows, config.max_batch_size) for rows in (*ROWS, config.max_batch_size)})
+    if name == BUCKET and config.padding is not None:
+        return list(config.padding.buckets)
+    return [LENGTHS[0] + APART * number, *LENGTHS[1:]]
 
 
 def torch_type(datatype: str) -> torch.dtype:

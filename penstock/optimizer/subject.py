@@ -213,7 +213,8 @@ def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelCon
         raise ConfigError([f"device: {device}: {reason}; expected auto or cpu"])
     if device != "auto":
         # Keep the number of instances per device.
-        config = config.on([device] * max(1, config.num_instances // len(set(config.devices))))
+        count = max(1, config.num_instances // len(set(config.devices)))
+        config = replace(config.on([device] * count), is_gpu_optional=False)
     return placed(config, device)
 
 

@@ -254,7 +254,8 @@ def _describe_instances(groups: Proto, config: ModelConfig) -> None:
         group = groups.add() if number else first
         group.CopyFrom(first)
         group.count = count
-        group.kind = group.KIND_CPU if kind == CPU else group.KIND_GPU
+        on_gpu = group.KIND_AUTO if config.is_gpu_optional else group.KIND_GPU
+        group.kind = group.KIND_CPU if kind == CPU else on_gpu
         group.gpus[:] = [int(index)] if index else []
 
 
@@ -353,10 +354,10 @@ class _Resolver:
         if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
             self._problem(f"parameters.{parameters.MAX_TOKENS}", problem)
         placed = self._instances(backend)
-        is_optional = self._is_gpu_optional(backend)
+        is_optional = self._is_gpu_optional(backend) and set(placed) != {CPU}
         if is_optional and "providers" in options:
             # ONNX Runtime's own providers are chosen by name.
-            placed = [CPU] * len(placed)
+            placed, is_optional = [CPU] * len(placed), False
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent

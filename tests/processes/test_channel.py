@@ -1,6 +1,7 @@
 """Datagrams to a child: in order, with descriptors, also while the socket is full."""
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -18,6 +19,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_descriptors_of_frames_that_wait_are_kept_until_they_leave(is_read: bool) -> None:
+    # Other tests' descriptors may be closed meanwhile, as they are collected.
+    gc.collect()
     num_open = len(os.listdir("/proc/self/fd"))
 
     async def main() -> None:
@@ -44,4 +47,4 @@ def test_descriptors_of_frames_that_wait_are_kept_until_they_leave(is_read: bool
             sender.close()
 
     asyncio.run(main())
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open

@@ -14,6 +14,7 @@ from penstock.backends.onnx_import.elementwise import gelu, swish
 from penstock.backends.onnx_import.layers import convolve
 from penstock.backends.onnx_import.matrices import gemm
 from penstock.backends.onnx_import.values import ConvAttributes, GemmAttributes, OnnxOperator
+from penstock.errors import ConfigError
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -101,9 +102,9 @@ def attention(
 ) -> Tensor:
     """Compute Attention: projection, heads, mask and softmax in one operator."""
     if past is not None or past_length is not None or num_outputs > 1:
-        raise ValueError("com.microsoft Attention with a past state is not supported")
+        raise ConfigError("com.microsoft Attention with a past state is not supported")
     if unidirectional:
-        raise ValueError("com.microsoft Attention with unidirectional = 1 is not supported")
+        raise ConfigError("com.microsoft Attention with unidirectional = 1 is not supported")
     width = weight.shape[1] // 3
     sizes = list(qkv_hidden_sizes) or [width] * 3
     joined = functional.linear(x, weight.t(), bias)
@@ -151,7 +152,7 @@ def multi_head_attention(
     num_outputs: int,
 ) -> Tensor:
     if query.dim() != 3 or num_outputs > 1 or unidirectional:
-        raise ValueError("MultiHeadAttention is supported for unpacked inputs without a past state")
+        raise ConfigError("MultiHeadAttention with packed inputs or a past state is not supported")
     key = query if key is None else key
     value = key if value is None else value
     if bias is not None:
@@ -179,7 +180,7 @@ def fused_matmul(
     transBatchB: int = 0,
 ) -> Tensor:
     if transBatchA or transBatchB:
-        raise ValueError("FusedMatMul: transBatchA and transBatchB are not supported")
+        raise ConfigError("FusedMatMul: transBatchA and transBatchB are not supported")
     product = (a.mT if transA else a) @ (b.mT if transB else b)
     return product if alpha == 1 else alpha * product
 
@@ -227,7 +228,7 @@ def _activate(x: Tensor, name: str, parameters: Sequence[float]) -> Tensor:
             return x.clamp(parameters[0], parameters[1])
         case "HardSigmoid":
             return (parameters[0] * x + parameters[1]).clamp(0, 1)
-    raise ValueError(f"activation '{name}' is not supported")
+    raise ConfigError(f"activation '{name}' is not supported")
 
 
 def _qlinear_binary(is_product: bool) -> OnnxOperator:
@@ -280,7 +281,7 @@ def qlinear_average_pool(
     channels_last: int = 0,
 ) -> Tensor:
     if channels_last:
-        raise ValueError("QLinearGlobalAveragePool: channels_last is not supported")
+        raise ConfigError("QLinearGlobalAveragePool: channels_last is not supported")
     values = quantised.dequantize(x, x_scale, x_zero)
     return _quantize(values.mean(tuple(range(2, x.dim())), keepdim=True), y_scale, y_zero, x)
 
@@ -346,7 +347,7 @@ def matmul_nbits(
 ) -> Tensor:
     """Multiply by weights in blocks of four or eight bits along K, each with a scale."""
     if groups is not None or bits not in (4, 8):
-        raise ValueError(f"MatMulNBits: g_idx and {bits} bits are not supported")
+        raise ConfigError(f"MatMulNBits: g_idx and {bits} bits are not supported")
     values = _unpacked(b.reshape(N, -1), bits)[:, : -(-K // block_size) * block_size]
     blocks = values.reshape(N, -1, block_size)
     if zeros is None:

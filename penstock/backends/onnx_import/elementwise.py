@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.backends.onnx_import.values import DTYPES, FOUR_BITS, OnnxOperator
+from penstock.errors import ConfigError
 
 UNSIGNED = {
     torch.uint16: torch.int32,
@@ -52,7 +53,11 @@ def divide(x: Tensor, y: Tensor | float) -> Tensor:
 
 
 def power(x: Tensor, y: Tensor | float) -> Tensor:
-    return torch.pow(x, y).to(x.dtype)
+    if x.is_floating_point():
+        return torch.pow(x, y).to(x.dtype)
+    is_whole = not y.is_floating_point() if isinstance(y, Tensor) else isinstance(y, int)
+    # FP32 does not hold every integer.
+    return torch.pow(x if is_whole else x.double(), y).to(x.dtype)
 
 
 def modulo(x: Tensor, y: Tensor | float, *, fmod: int = 0) -> Tensor:
@@ -184,7 +189,7 @@ def is_nan(x: Tensor) -> Tensor:
 def cast(x: Tensor, *, to: int | torch.dtype, saturate: int = 1, round_mode: str = "up") -> Tensor:
     """Cast; to FP8 with saturation, which torch does not do."""
     if round_mode != "up":
-        raise ValueError(f"Cast: round_mode '{round_mode}' is not supported")
+        raise ConfigError(f"Cast: round_mode '{round_mode}' is not supported")
     dtype = to if isinstance(to, torch.dtype) else DTYPES[to]
     if not isinstance(to, torch.dtype) and to in FOUR_BITS:
         return _cast_to_four_bits(x, to)

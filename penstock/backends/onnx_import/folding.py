@@ -9,23 +9,35 @@ is computed on the host at each run.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from penstock.backends.onnx_import import shapes
-from penstock.backends.onnx_import.elementwise import cast
-from penstock.backends.onnx_import.importer import HOST, ImportedGraph, ToDevice
+from penstock.backends.onnx_import.elementwise import cast, cast_like
+from penstock.backends.onnx_import.importer import HOST, ON_HOST, ImportedGraph, ToDevice
 from penstock.backends.onnx_import.values import ints
-from penstock.errors import first_line
+from penstock.errors import ConfigError, first_line
 
 # What a size is written as that is copied from the input, by the function whose second argument is
 # a shape.
 COPIED = {shapes.reshape: 0, shapes.expand: 1}
-FLOATS = (torch.float32, torch.float64)
-# So many samples must run for anything to be folded.
-MIN_SAMPLES = 3
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_NUMBERS = (1, 10, 11, 16)
+INTEGER_OPERATORS = {
+    "ConvInteger",
+    "DynamicQuantizeLinear",
+    "DynamicQuantizeMatMul",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "QLinearConv",
+    "QLinearMatMul",
+}
+# Share of the samples that must run for anything to be folded. The network does not take the sizes
+# of the others; if those are many, the rest may agree by chance.
+MIN_SHARE = 0.7
 log = logging.getLogger("penstock.onnx")
 # Datatype and shape of each input.
 Sample = Mapping[str, tuple[torch.dtype, Sequence[int]]]
@@ -82,12 +94,14 @@ def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
         try:
             with torch.no_grad():
                 recorder.run(*given)
+        except ConfigError:  # Something that this engine does not have.
+            raise
         except Exception as error:
-            # The network takes other sizes, or a shape depends on data, which is not there.
+            # The network does not take these sizes, or a shape depends on data, which is not there.
             log.debug("shapes of %s: %s", sample, first_line(error))
             continue
         records.append(recorder)
-    if len(records) < min(MIN_SAMPLES, len(samples)):
+    if len(records) < max(1, MIN_SHARE * len(samples)):
         return 0
     count = 0
     for node in list(module.graph.nodes):
@@ -167,17 +181,52 @@ def _is_copied(
 
 
 def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
-    """Let the graph compute in another floating datatype: casts to FP32 become casts to it, and
-    constants beyond its range, such as those that mask, become its largest numbers."""
+    """Let the graph compute in another floating datatype. Casts to a float become casts to it, but
+    for sizes on the host; finite constants beyond its range, such as those that mask, become its
+    largest numbers, and those too small for it, such as an epsilon, its smallest. Raise ConfigError
+    for graphs that compute with integers, whose sums 16 bits do not hold."""
+    if quantised := sorted(INTEGER_OPERATORS & set(model.counts)):
+        raise ConfigError([f"{', '.join(quantised)}: the model is quantised; it cannot be cast"])
     for node in model.module.graph.nodes:
-        if node.op == "call_function" and node.target is cast and node.kwargs.get("to") == 1:
-            node.kwargs = {**node.kwargs, "to": dtype}
-        if node.op == "call_function" and node.kwargs.get("dtype") in FLOATS:
-            node.kwargs = {**node.kwargs, "dtype": dtype}
-    limit = torch.finfo(dtype).max
-    for name, buffer in list(model.module.named_buffers()):
-        if buffer.dtype in FLOATS and buffer.numel() and bool((buffer.abs() > limit).any()):
+        if node.op != "call_function" or node.meta.get(ON_HOST):
+            continue
+        node.args = tuple(_fitted(each, dtype) for each in node.args)
+        kwargs = {key: _fitted(each, dtype) for key, each in node.kwargs.items()}
+        types = kwargs.get("types")
+        if node.target is cast and kwargs.get("to") in FLOAT_NUMBERS:
+            kwargs["to"] = dtype
+        if node.target is cast_like and isinstance(types, list) and types[1] in FLOAT_NUMBERS:
+            # The other tensor's datatype, which is changed as well.
+            kwargs["types"] = []
+        if kwargs.get("dtype") in FLOATS:
+            kwargs["dtype"] = dtype
+        node.kwargs = kwargs
+    named = [*model.module.named_buffers(), *model.module.named_parameters()]
+    for name, tensor in named:
+        if tensor.dtype in FLOATS and tensor.numel():
             owner, _, attribute = name.rpartition(".")
-            module = model.module.get_submodule(owner)
-            setattr(module, attribute, buffer.clamp(-limit, limit))
+            _limit(model.module.get_submodule(owner), attribute, tensor, dtype)
     model.module.recompile()
+
+
+def _fitted(value: object, dtype: torch.dtype) -> object:
+    """Return a number as one that the datatype has; anything else as it is."""
+    if not isinstance(value, float) or not math.isfinite(value) or value == 0:
+        return value
+    limits = torch.finfo(dtype)
+    size = min(max(abs(value), limits.smallest_normal), limits.max)
+    return math.copysign(size, value)
+
+
+def _limit(module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    is_large = tensor.isfinite() & (tensor.abs() > limits.max)
+    # A single number is an epsilon or a mask; among many, small ones may as well be zeros.
+    is_small = (tensor != 0) & (tensor.abs() < limits.smallest_normal) & (tensor.numel() == 1)
+    if not bool((is_large | is_small).any()):
+        return
+    limited = torch.where(is_large, tensor.sign() * limits.max, tensor)
+    limited = torch.where(is_small, tensor.sign() * limits.smallest_normal, limited)
+    if isinstance(tensor, nn.Parameter):
+        limited = nn.Parameter(limited, requires_grad=False)
+    setattr(module, name, limited)

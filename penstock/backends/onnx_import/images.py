@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.backends.onnx_import.values import Numbers, OnnxOperator, Reals, ints, positive, reals
+from penstock.errors import ConfigError
 
 
 def _source(
@@ -22,7 +24,7 @@ def _source(
     device: torch.device,
 ) -> Tensor:
     """Return the position in the input of each position in the output."""
-    at = torch.arange(n_out, device=device, dtype=torch.float64)
+    at = torch.arange(n_out, device=device, dtype=torch.float32)
     if mode == "asymmetric":
         return at / scale
     if mode == "align_corners":
@@ -151,7 +153,8 @@ def resize(
     factors = factors or factors_by_size
     if not wanted:
         wanted = [
-            math.floor(x.shape[axis] * each) for axis, each in zip(where, factors, strict=True)
+            int(np.float32(x.shape[axis]) * np.float32(each))
+            for axis, each in zip(where, factors, strict=True)
         ]
     crops = [] if roi is None else reals(roi)
     dtype = x.dtype
@@ -172,7 +175,7 @@ def resize(
         x = how.resize(x, axis, wanted[number], factors[number], region)
     if not dtype.is_floating_point and x.is_floating_point():
         limits = torch.iinfo(dtype)
-        x = x.round().clamp(limits.min, limits.max)
+        x = x.clamp(limits.min, limits.max)
     return x.to(dtype)
 
 
@@ -201,7 +204,7 @@ def grid_sample(
     names = {"linear": "bilinear", "cubic": "bicubic"}
     kind = names.get(mode, mode)
     if x.dim() > 5 or (kind == "bicubic" and x.dim() != 4):
-        raise ValueError(f"GridSample: {kind} over {x.dim() - 2} axes is not supported")
+        raise ConfigError(f"GridSample: {kind} over {x.dim() - 2} axes is not supported")
     return functional.grid_sample(x, grid, kind, padding_mode, bool(align_corners))
 
 

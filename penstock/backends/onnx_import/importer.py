@@ -82,6 +82,8 @@ TAKES_NUMBERS: Mapping[str, tuple[int, ...]] = {
 SWAPPED = ("Add", "Mul")
 # Key of a node's positions that take numbers, in its `meta`.
 HOST = "penstock_host"
+# Keys of whether it runs on the host, and of its result's rank, if that is known.
+ON_HOST, RANK = "penstock_on_host", "penstock_rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class ImportedGraph:
     outputs: tuple[str, ...]
     # Nodes of each operator.
     counts: Counter[str]
+    # Names of the sizes of each input, as the file declares them; empty for those without one.
+    symbols: Mapping[str, Sequence[str]]
 
 
 def import_file(
@@ -232,9 +236,11 @@ class _Flattener:
     # Sizes, where they are known; -1 elsewhere. Of tensors, and of what Shape returns for them.
     sizes: dict[str, list[int]] = field(default_factory=dict)
     partial: dict[str, list[int]] = field(default_factory=dict)
+    symbols: dict[str, list[str]] = field(default_factory=dict)
     opset: int = NEWEST
     counts: Counter[str] = field(default_factory=Counter)
     _problems: dict[str, str] = field(default_factory=dict)
+    _num_branches: int = 0
     # Names of outputs of folded branches, by the name of If's own output.
     _names: dict[str, str] = field(default_factory=dict)
 
@@ -249,6 +255,10 @@ class _Flattener:
         self.inputs = [
             value.name for value in model.graph.input if value.name not in self.constants
         ]
+        self.symbols = {
+            value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim]
+            for value in model.graph.input
+        }
         self._read_nodes(model.graph)
         if self._problems:
             raise ConfigError(list(self._problems.values()))
@@ -316,6 +326,9 @@ class _Flattener:
             return
         branches = {each.name: each.g for each in node.attribute}
         chosen = branches["then_branch" if bool(condition) else "else_branch"]
+        # Two branches may use the same names inside.
+        self._num_branches += 1
+        _rename(chosen, {}, f"branch{self._num_branches}/")
         self._read_weights(chosen)
         self._read_nodes(chosen)
         for outer, inner in zip(node.output, chosen.output, strict=True):
@@ -397,10 +410,27 @@ class _Flattener:
         if step.op_type != "Gather" or source not in self.partial:
             return None
         indices = self.constants.get(step.inputs[1])
-        if indices is None or int(indices.abs().max()) > len(self.partial[source]):
+        if indices is None or not indices.numel():
+            return None
+        if int(indices.abs().max()) > len(self.partial[source]):
             return None
         found = torch.tensor(self.partial[source], dtype=torch.int64)[indices]
         return None if bool((found < 0).any()) else found
+
+
+def _rename(graph: GraphProto, outer: Mapping[str, str], prefix: str) -> None:
+    """Put a prefix before the names that a graph defines, where they are used too."""
+    defined = [tensor.name for tensor in graph.initializer]
+    defined += [name for node in graph.node for name in node.output if name]
+    names = {**outer, **{name: prefix + name for name in defined}}
+    for value in (*graph.initializer, *graph.output):
+        value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                _rename(inner, names, prefix)
 
 
 def _attribute_value(attribute: onnx.AttributeProto) -> object:
@@ -462,7 +492,9 @@ class _Emitter:
     def emit(self) -> ImportedGraph:
         self._on_host = _host_values(self.flat)
         for name in self.flat.inputs:
-            self._nodes[name] = self.graph.placeholder(f"input_{len(self._nodes)}")
+            node = self.graph.placeholder(f"input_{len(self._nodes)}")
+            node.meta[RANK] = self.flat.ranks.get(name)
+            self._nodes[name] = node
         self.root.register_buffer("anchor", torch.empty(0), persistent=False)
         anchor = self.graph.get_attr("anchor")
         self._nodes[""] = anchor
@@ -473,8 +505,10 @@ class _Emitter:
         module.graph.eliminate_dead_code()
         module.delete_all_unused_submodules()
         module.recompile()
-        names = tuple(self.flat.outputs)
-        return ImportedGraph(module.eval(), tuple(self.flat.inputs), names, self.flat.counts)
+        flat = self.flat
+        return ImportedGraph(
+            module.eval(), tuple(flat.inputs), tuple(flat.outputs), flat.counts, flat.symbols
+        )
 
     def _emit(self, step: GraphStep) -> None:
         is_host = any(name in self._on_host for name in step.outputs)
@@ -490,7 +524,7 @@ class _Emitter:
             made = self.graph.call_module(name, (self._value(step.inputs[0]),))
         else:
             made = self._call(step, is_host)
-        if len(step.outputs) == 1:
+        if len(step.outputs) == 1 and not _returns_tuple(step.operator.compute):
             self._nodes[step.outputs[0]] = made
             return
         for number, name in enumerate(step.outputs):
@@ -511,6 +545,8 @@ class _Emitter:
             attributes["device"] = self.graph.call_function(device_of, (self._nodes[""],))
         made = self.graph.call_function(wide(step, self.flat.dtypes), tuple(arguments), attributes)
         made.meta[HOST] = () if is_host else step.operator.host
+        made.meta[ON_HOST] = is_host
+        made.meta[RANK] = self.flat.ranks.get(step.outputs[0])
         return made
 
     def _argument(self, step: GraphStep, position: int, is_host: bool) -> object:
@@ -557,6 +593,13 @@ class _Emitter:
             self.root.register_buffer(attribute, self.flat.constants[name])
             self._weights[name] = self.graph.get_attr(attribute)
         return self._weights[name]
+
+
+@cache
+def _returns_tuple(compute: Compute) -> bool:
+    """Whether a function returns several values whatever is asked for."""
+    found = getattr(compute, "__annotations__", {}).get("return", "")
+    return str(found).startswith("tuple[")
 
 
 def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:

@@ -350,7 +350,7 @@ def batch_norm(
     num_outputs: int,
 ) -> Tensor | tuple[Tensor, ...]:
     if not spatial:
-        raise ValueError("BatchNormalization: spatial = 0 is not supported")
+        raise ConfigError("BatchNormalization: spatial = 0 is not supported")
     if not training_mode:
         return functional.batch_norm(x, mean, var, scale, bias, False, 0.0, epsilon)
     axes = (0, *range(2, x.dim()))

@@ -25,10 +25,12 @@ def _weight(tensor: torch.Tensor) -> nn.Parameter:
 
 def _same_pads(attributes: Mapping[str, object], num: int) -> tuple[int, ...] | None:
     """Return the padding if it is the same before and after."""
-    pads = attributes.get("pads") or [0] * (2 * num)
-    assert isinstance(pads, list)
-    if attributes.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+    auto = attributes.get("auto_pad", "NOTSET")
+    if auto not in ("NOTSET", "VALID"):
         return None
+    pads = attributes.get("pads") if auto == "NOTSET" else None
+    pads = pads or [0] * (2 * num)
+    assert isinstance(pads, list)
     return tuple(pads[:num]) if pads[:num] == pads[num:] else None
 
 
@@ -122,7 +124,9 @@ def _layer_norm(attributes: dict[str, object], known: Known) -> nn.Module | None
     scale, bias = known[1], known[2] if len(known) > 2 else None
     assert isinstance(scale, torch.Tensor)
     is_last = attributes.get("axis", -1) == -1 and scale.dim() == 1
-    if not is_last or attributes.get("num_outputs", 1) != 1:
+    if not is_last or attributes.get("num_outputs", 1) != 1 or len(scale) == 1:
+        return None
+    if isinstance(bias, torch.Tensor) and bias.shape != scale.shape:
         return None
     with torch.device("meta"):
         norm = nn.LayerNorm(len(scale), attributes.get("epsilon", 1e-5), bias=bias is not None)

@@ -7,19 +7,21 @@ and safe in FP16, where the squares of a decomposed layer norm overflow.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.onnx_import import elementwise, reductions, shapes
+from penstock.backends.onnx_import.importer import RANK
 
 MEAN = reductions.OPERATORS["ReduceMean"].compute
 SOFTMAX = elementwise.OPERATORS["Softmax"].compute
 MULTIPLY, ADD, SUBTRACT = torch.mul, torch.add, torch.sub
 # Exporters write constants with seven digits or so.
 RELATIVE = 1e-4
+ATTENTION_RANK = 4
 
 
 def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
@@ -60,7 +62,7 @@ def _factor(node: object) -> tuple[fx.Node, float] | None:
     if (found := _number(node, MULTIPLY)) is not None:
         return found
     found = _number(node, elementwise.divide)
-    return None if found is None else (found[0], 1 / found[1])
+    return None if found is None or not found[1] else (found[0], 1 / found[1])
 
 
 def _is_near(value: float, wanted: float) -> bool:
@@ -118,7 +120,7 @@ def _fuse_padding(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     conv = module.get_submodule(str(user.target))
     half = len(widths) // 2
-    is_same = widths[:half] == widths[half:] and not any(widths[:2])
+    is_same = widths[:half] == widths[half:] and not any(widths[:2]) and min(widths) >= 0
     if type(conv) is not nn.Conv2d or not is_same or half != len(conv.weight.shape):
         return False
     conv.padding = tuple(
@@ -142,8 +144,8 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
         bias = _weight(module, _other(node, one))
         if type(linear) is not nn.Linear or linear.bias is not None or bias is None:
             continue
-        if bias.shape[-1:] == (linear.out_features,) and bias.numel() == linear.out_features:
-            linear.bias = nn.Parameter(bias.reshape(-1), requires_grad=False)
+        if bias.shape == (linear.out_features,):
+            linear.bias = nn.Parameter(bias, requires_grad=False)
             node.replace_all_uses_with(one)
             return True
     return False
@@ -179,7 +181,7 @@ def _fuse_layer_norm(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     scaled = _only_user(node)
     weight = _weight(module, _other(scaled, node)) if _calls(scaled, MULTIPLY) else None
-    if scaled is None or weight is None or weight.dim() != 1:
+    if scaled is None or weight is None or weight.dim() != 1 or len(weight) == 1:
         return False
     moved = _only_user(scaled)
     bias = _weight(module, _other(moved, scaled)) if _calls(moved, ADD) else None
@@ -258,9 +260,10 @@ def _fuse_attention(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     softmax, values = node.args
     assert isinstance(softmax, fx.Node)
-    is_last = softmax.kwargs.get("axis", -1) in (-1, 3) and softmax.kwargs["opset"] >= 13
-    is_last = is_last or softmax.kwargs.get("axis") in (-1, 3)
-    if not is_last or len(softmax.users) != 1 or not _has_heads(module, node):
+    # Only the products of heads: four dimensions, over the last of which softmax goes.
+    last = softmax.kwargs.get("axis", -1 if softmax.kwargs["opset"] >= 13 else 1)
+    is_last = last == -1 or last == ATTENTION_RANK - 1
+    if softmax.meta.get(RANK) != ATTENTION_RANK or not is_last or len(softmax.users) != 1:
         return False
     scores, mask = softmax.args[0], None
     if _calls(scores, ADD):
@@ -277,19 +280,9 @@ def _fuse_attention(module: fx.GraphModule, node: fx.Node) -> bool:
     if len(scores.users) != 1:
         return False
     q, k = scores.args
+    if isinstance(mask, fx.Node) and mask.meta.get(RANK) not in (2, 3, ATTENTION_RANK):
+        return False
     return _replace(node, lambda graph: graph.call_function(attend, (q, k, values, mask, scale)))
-
-
-def _has_heads(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether the products are of four dimensions: their inputs come from a permutation of four."""
-    seen: list[fx.Node] = [each for each in node.args if isinstance(each, fx.Node)]
-    for _ in range(8):
-        for each in seen:
-            perm = each.kwargs.get("perm") if _calls(each, shapes.transpose) else None
-            if isinstance(perm, Iterable) and len(list(perm)) == 4:
-                return True
-        seen = [x for each in seen for x in each.args if isinstance(x, fx.Node)]
-    return False
 
 
 def _split_mask(added: fx.Node) -> tuple[object, object]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.backends.onnx_import import elementwise
 from penstock.backends.onnx_import.values import OnnxOperator
+from penstock.errors import ConfigError
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "affine": lambda x: x,
@@ -191,7 +192,7 @@ def lstm(
     layout: int = 0,
 ) -> tuple[Tensor, ...]:
     if input_forget:
-        raise ValueError("LSTM: input_forget is not supported")
+        raise ConfigError("LSTM: input_forget is not supported")
     loop = Recurrence(x, lengths, direction, layout, clip)
     size = r.shape[-1]
 

@@ -83,9 +83,10 @@ def log_sum_exp(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 def norm(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
-    if x.is_floating_point():
-        return add_up(x * x, axes, keep).sqrt()
-    return add_up(x.double() ** 2, axes, keep).sqrt().to(x.dtype)
+    # Squares of 16 bits overflow early.
+    wide = x.float() if x.dtype.itemsize <= 2 and x.is_floating_point() else x
+    wide = wide if wide.is_floating_point() else wide.double()
+    return add_up(wide * wide, axes, keep).sqrt().to(x.dtype)
 
 
 def _arg(find: Callable[..., Tensor]) -> OnnxOperator:

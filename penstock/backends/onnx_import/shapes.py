@@ -115,7 +115,7 @@ def _slice_one(x: Tensor, axis: int, wanted: slice) -> Tensor:
     start, stop, step = wanted.indices(x.shape[axis])
     if step > 0:
         return x[(slice(None),) * axis + (slice(start, max(start, stop), step),)]
-    positions = torch.arange(start, stop, step, device=x.device)
+    positions = torch.arange(len(range(start, stop, step)), device=x.device) * step + start
     return x.index_select(axis, positions)
 
 
@@ -176,6 +176,7 @@ def make_range(
     delta: Tensor | float,
     *,
     stash_type: int | None = None,
+    types: Sequence[int] = (),
     device: torch.device = CPU,
 ) -> Tensor:
     given = [start, limit, delta]
@@ -183,6 +184,7 @@ def make_range(
     numbers = [each.item() if isinstance(each, Tensor) else each for each in given]
     is_float = any(isinstance(each, float) for each in numbers)
     dtype = dtypes[0] if dtypes else torch.float32 if is_float else torch.int64
+    dtype = DTYPES.get(types[0], dtype) if types else dtype
     first, last, step = numbers
     count = max(math.ceil((last - first) / step), 0)
     positions = torch.arange(count, device=device, dtype=torch.float64 if is_float else torch.int64)
