@@ -30,6 +30,11 @@ REFUSALS = {
     "encoded images": "operator ImageDecoder ",
     "datatypes without torch": "datatype (U?INT2|FLOAT4E2M1|FLOAT8E8M0)",
 }
+# Cases in which PyTorch and ONNX Runtime differ from ONNX's reference, and we with them.
+AS_ONNX_RUNTIME = {
+    "test_resize_downsample_scales_linear_align_corners",
+    "test_resize_downsample_scales_cubic_align_corners",
+}
 TOLERANCES = {torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-3)}
 BY_BITS = {
     torch.bfloat16: np.uint16,
@@ -111,6 +116,9 @@ def outcomes(chosen: Iterable[Case], device: str = "cpu") -> dict[str, str]:
     """Return "" for cases that pass, and why the others do not."""
     found = {}
     for case in chosen:
+        if case.name in AS_ONNX_RUNTIME:
+            found[case.name] = "as ONNX Runtime"
+            continue
         try:
             check(case, device)
             found[case.name] = ""

@@ -133,6 +133,79 @@ def test_lengths_that_no_sample_had(tmp_path: Path, length: int) -> None:
     np.testing.assert_array_equal(answer(backend("pytorch")(config), {"x": rows})["y"], rows)
 
 
+def sized(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    weights: dict[str, Array],
+    *shapes: Sequence[str | int],
+) -> ModelConfig:
+    """A model without a batch dimension, whose inputs x0, x1, ... have these sizes."""
+    inputs = [
+        helper.make_tensor_value_info(f"x{n}", TensorProto.FLOAT, shape)
+        for n, shape in enumerate(shapes)
+    ]
+    graph = helper.make_graph(
+        list(nodes),
+        "made",
+        inputs,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    specs = [
+        TensorSpec(f"x{n}", "FP32", tuple(-1 if isinstance(size, str) else size for size in shape))
+        for n, shape in enumerate(shapes)
+    ]
+    return model_config("pytorch", path, specs, [TensorSpec("y", "FP32", (-1, -1))], 0)
+
+
+def same_as_onnx_runtime(config: ModelConfig, *arrays: Array) -> None:
+    inputs = {f"x{n}": array for n, array in enumerate(arrays)}
+    found = answer(backend("pytorch")(config), inputs)["y"]
+    expected = answer(backend("onnxruntime")(replace(config, backend="onnxruntime")), inputs)["y"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (1, 7)])
+def test_sizes_that_are_swapped(tmp_path: Path, shape: tuple[int, int]) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x0"], ["s"]),
+        helper.make_node("Gather", ["s", "order"], ["t"]),
+        helper.make_node("Reshape", ["x0", "t"], ["y"]),
+    ]
+    config = sized(tmp_path / "m.onnx", nodes, {"order": np.array([1, 0])}, ["h", "w"])
+    same_as_onnx_runtime(config, np.random.default_rng(0).random(shape, np.float32))
+
+
+@pytest.mark.parametrize("length", [1, 3, 33, 2500])
+def test_a_size_in_whole_blocks(tmp_path: Path, length: int) -> None:
+    """Pad to a multiple of four: the remainder is 0 for most sizes that one would try."""
+    nodes = [
+        helper.make_node("Shape", ["x0"], ["s"]),
+        helper.make_node("Gather", ["s", "one"], ["n"]),
+        helper.make_node("Neg", ["n"], ["m"]),
+        helper.make_node("Mod", ["m", "four"], ["rest"]),
+        helper.make_node("Concat", ["zeros", "rest"], ["pads"], axis=0),
+        helper.make_node("Pad", ["x0", "pads"], ["y"]),
+    ]
+    weights = {"one": np.array([1]), "four": np.array([4]), "zeros": np.array([0, 0, 0])}
+    config = sized(tmp_path / "m.onnx", nodes, weights, [2, "n"])
+    same_as_onnx_runtime(config, np.random.default_rng(0).random((2, length), np.float32))
+
+
+def test_inputs_of_different_lengths(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x1"], ["s"]),
+        helper.make_node("Expand", ["x0", "s"], ["y"]),
+    ]
+    config = sized(tmp_path / "m.onnx", nodes, {}, [2, "n"], [2, "m"])
+    random = np.random.default_rng(0)
+    same_as_onnx_runtime(
+        config, random.random((2, 1), np.float32), random.random((2, 5), np.float32)
+    )
+
+
 class TestTheEngineOfAnOnnxFile:
     def test_is_onnx_runtime_on_a_cpu_and_ours_on_a_gpu(self, config: ModelConfig) -> None:
         config = replace(config, backend="onnxruntime")

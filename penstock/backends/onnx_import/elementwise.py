@@ -151,7 +151,7 @@ def _from_axis(
         if opset >= 13:
             return compute(x, -1 if axis is None else axis)
         first = 1 if axis is None else axis
-        flat = x.reshape(math.prod(x.shape[:first]), -1)
+        flat = x.reshape(math.prod(x.shape[:first]), math.prod(x.shape[first:]))
         return compute(flat, 1).reshape(x.shape)
 
     return call

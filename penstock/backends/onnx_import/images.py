@@ -28,8 +28,8 @@ def _source(
     if mode == "asymmetric":
         return at / scale
     if mode == "align_corners":
-        length = scale * n_in
-        return at * (n_in - 1) / (length - 1) if length != 1 else torch.zeros_like(at)
+        # By the whole length, as PyTorch and ONNX Runtime do; ONNX's reference takes scale * n_in.
+        return at * (n_in - 1) / (n_out - 1) if n_out > 1 else torch.zeros_like(at)
     if mode == "tf_crop_and_resize":
         start, end = region
         if n_out > 1:

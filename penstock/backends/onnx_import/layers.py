@@ -361,7 +361,10 @@ def batch_norm(
 
 
 def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    return functional.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+    if x[0, 0].numel() > 1:
+        return functional.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+    # Of a single element nothing is left but the bias.
+    return torch.zeros_like(x) + bias.reshape(-1, *[1] * (x.dim() - 2))
 
 
 def group_norm(

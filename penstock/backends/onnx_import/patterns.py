@@ -248,8 +248,12 @@ def attend(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
+    scores = (*q.shape[:-1], k_transposed.shape[-1])
     if mask is not None:
         mask = mask.to(q.dtype)
+        if torch.broadcast_shapes(mask.shape, scores) != scores:
+            # The mask adds rows or heads, which the fused kernel does not take.
+            return torch.softmax(q @ k_transposed * scale + mask, -1) @ v
     k = k_transposed.transpose(-1, -2)
     return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 

@@ -13,7 +13,6 @@ from penstock.backends.onnx_import.values import OnnxOperator
 from penstock.errors import ConfigError
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "affine": lambda x: x,
     "elu": elementwise.elu,
     "hardsigmoid": elementwise.hard_sigmoid,
     "leakyrelu": elementwise.leaky_relu,
@@ -101,6 +100,8 @@ def _functions(
     names: Sequence[str], default: Sequence[str], number: int
 ) -> list[Callable[[Tensor], Tensor]]:
     chosen = [each.lower() for each in names][number * len(default) :][: len(default)] or default
+    if unknown := [each for each in chosen if each not in ACTIVATIONS]:
+        raise ConfigError(f"activation {unknown[0]} of a recurrent layer is not supported")
     return [ACTIVATIONS[each] for each in chosen]
 
 

@@ -86,7 +86,7 @@ def split(
     length = x.shape[axis]
     if not wanted:
         part = -(-length // num_outputs)
-        wanted = [min(part, length - part * n) for n in range(num_outputs)]
+        wanted = [max(0, min(part, length - part * n)) for n in range(num_outputs)]
     found: tuple[Tensor, ...] = torch.split(x, wanted, axis)
     return found
 
