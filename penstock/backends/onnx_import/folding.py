@@ -181,10 +181,13 @@ def _is_copied(
 
 
 def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
-    """Let the graph compute in another floating datatype. Casts to a float become casts to it, but
-    for sizes on the host; finite constants beyond its range, such as those that mask, become its
-    largest numbers, and those too small for it, such as an epsilon, its smallest. Raise ConfigError
-    for graphs that compute with integers, whose sums 16 bits do not hold."""
+    """Let the graph compute in another floating datatype.
+
+    Casts to a float become casts to it, but not those of sizes on the host. Finite constants beyond
+    its range, such as those that mask, become half its largest number, so that scores can be added;
+    those too small for it, such as an epsilon, become its smallest. Raise ConfigError for graphs
+    that compute with integers, whose sums 16 bits do not hold.
+    """
     if quantised := sorted(INTEGER_OPERATORS & set(model.counts)):
         raise ConfigError([f"{', '.join(quantised)}: the model is quantised; it cannot be cast"])
     for node in model.module.graph.nodes:
@@ -214,8 +217,8 @@ def _fitted(value: object, dtype: torch.dtype) -> object:
     if not isinstance(value, float) or not math.isfinite(value) or value == 0:
         return value
     limits = torch.finfo(dtype)
-    size = min(max(abs(value), limits.smallest_normal), limits.max)
-    return math.copysign(size, value)
+    size = max(abs(value), limits.smallest_normal)
+    return math.copysign(limits.max / 2 if size > limits.max else size, value)
 
 
 def _limit(module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -225,7 +228,7 @@ def _limit(module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtyp
     is_small = (tensor != 0) & (tensor.abs() < limits.smallest_normal) & (tensor.numel() == 1)
     if not bool((is_large | is_small).any()):
         return
-    limited = torch.where(is_large, tensor.sign() * limits.max, tensor)
+    limited = torch.where(is_large, tensor.sign() * (limits.max / 2), tensor)
     limited = torch.where(is_small, tensor.sign() * limits.smallest_normal, limited)
     if isinstance(tensor, nn.Parameter):
         limited = nn.Parameter(limited, requires_grad=False)
