@@ -16,7 +16,7 @@ from penstock.backends.onnx_import.weights import read_tensor
 from penstock.errors import ConfigError
 from penstock.types import Array
 
-# What a case is refused for; anything else is a failure.
+# Reasons to refuse a case; any other error is a failure.
 REFUSALS = {
     "control flow": "control flow (Loop|Scan|SequenceMap|If) ",
     "texts and sequences": (

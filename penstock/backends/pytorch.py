@@ -521,7 +521,7 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
         if options.is_packed:
             module.to(_where_packed(module, config))
             loaded = replace(loaded, packing=_packed(loaded, config))
-        loaded = _placed(loaded, config, options)
+        loaded = _place_module(loaded, config, options)
         if loaded.packing is not None:
             if config.device != CPU:
                 # The module took more memory while it was packed.
@@ -537,10 +537,10 @@ def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     signature = onnx_file.read_signature(Path(config.artifact))
     check_signature(config, signature.inputs, signature.outputs)
     graph = load_graph(config, options.dtype)
-    return _placed(LoadedModule(graph.module, graph.inputs, (), signature), config, options)
+    return _place_module(LoadedModule(graph.module, graph.inputs, (), signature), config, options)
 
 
-def _placed(loaded: LoadedModule, config: ModelConfig, options: Options) -> LoadedModule:
+def _place_module(loaded: LoadedModule, config: ModelConfig, options: Options) -> LoadedModule:
     """Fuse the module, move it to its device and cast it, as its options say."""
     module = loaded.module
     if options.is_fused:

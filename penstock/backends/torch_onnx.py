@@ -14,8 +14,8 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, TensorSpec
 
-# Sizes for which shapes are worked out, each dynamic size by itself beside the first of the others.
-# What is the same for all of them is taken to be so always, so they are of all kinds.
+# Sizes for which shapes are worked out: each dynamic size varies by itself, while the others keep
+# their first value. A value that is the same for all sizes becomes a constant.
 ROWS = (3, 1, 2, 5, 8)
 LENGTHS = (37, 2, 33, 34, 64, 101, 515, 2051)
 # So that no two sizes are equal by chance.

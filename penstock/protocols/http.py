@@ -98,7 +98,7 @@ class Exchange:
         if self.is_finished:
             return
         if self._connection.num_unsent > MAX_UNSENT_BYTES:
-            # Whoever works on it is told when the connection closes.
+            # Called when the connection closes before the answer is complete.
             self.abort()
         else:
             self._connection.write(data)

@@ -28,7 +28,7 @@ def _source(
     if mode == "asymmetric":
         return at / scale
     if mode == "align_corners":
-        # By the whole length, as PyTorch and ONNX Runtime do; ONNX's reference takes scale * n_in.
+        # PyTorch and ONNX Runtime use the whole length; ONNX's reference uses scale * n_in.
         return at * (n_in - 1) / (n_out - 1) if n_out > 1 else torch.zeros_like(at)
     if mode == "tf_crop_and_resize":
         start, end = region

@@ -516,7 +516,7 @@ class _Emitter:
         is_layer = not is_host and dtype is not None and dtype.is_floating_point
         module = None
         if is_layer:
-            module = build_module(step.op_type, step.attributes, self._known(step))
+            module = build_module(step.op_type, step.attributes, self._read_constants(step))
         if module is not None:
             name = f"layer_{self._num_modules}"
             self._num_modules += 1
@@ -531,7 +531,7 @@ class _Emitter:
             if name:
                 self._nodes[name] = self.graph.call_function(_item, (made, number))
 
-    def _known(self, step: GraphStep) -> list[torch.Tensor | int | None]:
+    def _read_constants(self, step: GraphStep) -> list[torch.Tensor | int | None]:
         """Return the constants among the inputs; for others their rank, if that is known."""
         constants, ranks = self.flat.constants, self.flat.ranks
         return [constants.get(name, ranks.get(name)) for name in step.inputs]

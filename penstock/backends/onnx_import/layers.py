@@ -363,7 +363,7 @@ def batch_norm(
 def instance_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
     if x[0, 0].numel() > 1:
         return functional.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
-    # Of a single element nothing is left but the bias.
+    # A single element minus its mean is 0: only the bias is left.
     return torch.zeros_like(x) + bias.reshape(-1, *[1] * (x.dim() - 2))
 
 

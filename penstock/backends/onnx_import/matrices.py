@@ -100,7 +100,7 @@ def _hidden(
     q: Tensor, k: Tensor, first: Tensor, window: tuple[int, int], nonpad: Tensor | None
 ) -> Tensor | None:
     """Return which keys a query may not see: outside its window, or padding; None if it sees all.
-    A bound of -1 is none; `first` is the position of the first query."""
+    A bound of -1 means unbounded; `first` is the position of the first query."""
     keys = torch.arange(k.shape[2], device=q.device)
     queries = torch.arange(q.shape[2], device=q.device)[:, None] + first
     left, right = window

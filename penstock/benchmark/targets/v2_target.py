@@ -82,7 +82,7 @@ class V2HttpTarget(HttpTarget):
             counts = [shared.counters_of(entry) for entry in answer.decode(_Statistics).model_stats]
         except (ConfigError, TypeError, ValueError, AttributeError):
             return None
-        # Of all versions together.
+        # Summed over all versions.
         return combine(counts, sum) if counts else None
 
     def encode(self, sample: Sample) -> bytes:
