@@ -98,7 +98,7 @@ class Exchange:
         if self.is_finished:
             return
         if self._connection.num_unsent > MAX_UNSENT_BYTES:
-            # Called when the connection closes before the answer is complete.
+            # The handler is notified when the connection closes.
             self.abort()
         else:
             self._connection.write(data)
