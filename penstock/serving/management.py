@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -28,6 +28,9 @@ from penstock.serving.served import Served
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 
+# Methods of ManagementApi that answer a call, by the names that routes and frames have for them.
+_ACTIONS = "live ready server_metadata metadata model_ready config statistics explain index load"
+ACTIONS = (*_ACTIONS.split(), "unload")
 EXTENSIONS = (
     "classification",
     "model_repository",
@@ -75,11 +78,9 @@ class ManagementApi:
         self.usage = ProcessUsage()
         self._tells_reasons = tells_reasons
         self._fronts = fronts
-        answers = (
-            *(self.live, self.ready, self.server_metadata, self.metadata, self.model_ready),
-            *(self.config, self.statistics, self.explain, self.index, self.load, self.unload),
-        )
-        self._answers = {each.__name__: each for each in answers}
+        self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {
+            name: getattr(self, name) for name in ACTIONS
+        }
         self.actions: Sequence[str] = list(self._answers)
 
     async def answer(self, call: ManagementCall) -> bytes:
