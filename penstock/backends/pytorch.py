@@ -31,7 +31,7 @@ from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
-from penstock.backends.torch_onnx import load_graph
+from penstock.backends.torch_onnx import load_graph, torch_type
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
@@ -74,11 +74,7 @@ OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8")
 ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
 # Advice of Inductor to use TF32, which is a separate option here because it changes answers.
 ADVICE = "TensorFloat32 tensor cores"
-TORCH_TYPES: dict[str, torch.dtype] = {
-    name: torch.bfloat16 if name == "BF16" else getattr(torch, datatype.numpy.name)
-    for name, datatype in DATATYPES.items()
-    if name != "BYTES"
-}
+TORCH_TYPES = {name: torch_type(name) for name in DATATYPES if name != "BYTES"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,8 @@ def _is_padded(config: ModelConfig, name: str, axis: int) -> bool:
 
 def _values(config: ModelConfig, name: str, number: int) -> list[int]:
     if name == BATCH:
-        return sorted({min(rows, config.max_batch_size) for rows in (*ROWS, config.max_batch_size)})
+        most = config.max_batch_size
+        return list(dict.fromkeys(min(rows, most) for rows in (*ROWS, most)))
     if name == BUCKET and config.padding is not None:
         return list(config.padding.buckets)
     return [LENGTHS[0] + APART * number, *LENGTHS[1:]]

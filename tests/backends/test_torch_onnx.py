@@ -206,6 +206,21 @@ def test_inputs_of_different_lengths(tmp_path: Path) -> None:
     )
 
 
+def test_integer_sums_are_not_cast_to_sixteen_bits(config: ModelConfig, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "scale", "zero"]),
+        helper.make_node("MatMulInteger", ["q", "w", "zero"], ["sums"]),
+        helper.make_node("Cast", ["sums"], ["z"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["z", "scale"], ["y"]),
+    ]
+    path = write(tmp_path / "int8.onnx", nodes, {"w": np.ones((8, 4), np.uint8)})
+    config = replace(config, artifact=str(path))
+    with pytest.raises(ConfigError, match="MatMulInteger: the model is quantised"):
+        backend("pytorch")(replace(config, options={"penstock.dtype": "fp16"}))
+    whole = backend("pytorch")(replace(config, options={"penstock.dtype": "fp32"}))
+    np.testing.assert_allclose(answer(whole, {"x": ROWS})["y"], by_onnx_runtime(config), rtol=1e-5)
+
+
 class TestTheEngineOfAnOnnxFile:
     def test_is_onnx_runtime_on_a_cpu_and_ours_on_a_gpu(self, config: ModelConfig) -> None:
         config = replace(config, backend="onnxruntime")

@@ -188,8 +188,11 @@ def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
     those too small for it, such as an epsilon, become its smallest. Raise ConfigError for graphs
     that compute with integers, whose sums 16 bits do not hold.
     """
-    if quantised := sorted(INTEGER_OPERATORS & set(model.counts)):
-        raise ConfigError([f"{', '.join(quantised)}: the model is quantised; it cannot be cast"])
+    quantised = sorted(INTEGER_OPERATORS & set(model.counts))
+    if quantised and dtype.itemsize < torch.float32.itemsize:
+        raise ConfigError(
+            [f"{', '.join(quantised)}: the model is quantised; {dtype} does not hold its sums"]
+        )
     for node in model.module.graph.nodes:
         if node.op != "call_function" or node.meta.get(ON_HOST):
             continue
