@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from penstock.backends.onnx_import.importer import import_file, import_model
+from penstock.backends.onnx_import.patterns import fuse_patterns
 from penstock.errors import ConfigError
 from penstock.types import Array
 
@@ -222,3 +224,69 @@ def test_a_file_that_is_not_onnx(tmp_path: Path) -> None:
     path.write_bytes(b"not a model")
     with pytest.raises(ConfigError, match="cannot be read as ONNX"):
         import_file(path)
+
+
+def same_as_onnx_runtime(model: onnx.ModelProto, *arrays: Array) -> None:
+    model.ir_version = 8
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    (expected,) = session.run(None, dict(zip(names, arrays, strict=True)))
+    imported = import_model(model)
+    fuse_patterns(imported.module)
+    with torch.no_grad():
+        (found,) = imported.module(*map(torch.from_numpy, arrays))
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def numbers(*shape: int) -> Array:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+def test_negative_padding_stays_before_its_convolution() -> None:
+    nodes = [
+        helper.make_node("Pad", ["x", "pads"], ["a"]),
+        helper.make_node("Conv", ["a", "w"], ["y"], pads=[1, 1, 1, 1]),
+    ]
+    weights = {"pads": np.array([0, 0, -1, -1, 0, 0, -1, -1]), "w": numbers(4, 3, 3, 3)}
+    same_as_onnx_runtime(make(nodes, {"x": [2, 3, 8, 8]}, weights=weights), numbers(2, 3, 8, 8))
+
+
+def test_a_bias_that_raises_the_rank_is_added() -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Add", ["a", "b"], ["y"]),
+    ]
+    weights = {"w": numbers(8, 4), "b": numbers(1, 1, 4)}
+    same_as_onnx_runtime(make(nodes, {"x": [3, 8]}, weights=weights), numbers(3, 8))
+
+
+def test_pooling_without_padding_ignores_pads() -> None:
+    shape = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+    node = helper.make_node("MaxPool", ["x"], ["y"], auto_pad="VALID", **shape)
+    same_as_onnx_runtime(make([node], {"x": [2, 3, 8, 8]}), numbers(2, 3, 8, 8))
+
+
+def test_resizing_by_a_scale_that_fp32_rounds() -> None:
+    node = helper.make_node("Resize", ["x", "", "scales"], ["y"], mode="nearest")
+    scales = {"scales": np.array([1, 1, 0.7, 0.9], np.float32)}
+    same_as_onnx_runtime(make([node], {"x": [1, 1, 10, 10]}, weights=scales), numbers(1, 1, 10, 10))
+
+
+def test_an_operator_of_several_outputs_of_which_one_is_used() -> None:
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=2)
+    weights = {"w": numbers(1, 8, 3), "r": numbers(1, 8, 2)}
+    same_as_onnx_runtime(make([node], {"x": [4, 1, 3]}, weights=weights), numbers(4, 1, 3))
+
+
+def test_two_branches_may_use_the_same_names() -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(np.array(True))),
+        *(
+            helper.make_node(
+                "If", ["c"], [name], then_branch=branch("t", n), else_branch=branch("e", 0.0)
+            )
+            for name, n in (("one", 2.0), ("other", 5.0))
+        ),
+        helper.make_node("Sub", ["one", "other"], ["y"]),
+    ]
+    same_as_onnx_runtime(make(nodes, {"x": [3]}), numbers(3))
