@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -24,17 +24,22 @@ from torch.nn import functional
 
 from penstock.errors import first_line
 from penstock.kernels import CHOICES, KERNELS, has_triton
+from penstock.kernels.cudnn_int8 import Int8Graphs
 
 if TYPE_CHECKING:
     from penstock.kernels.conv import Tile, Workspace
+    from penstock.kernels.int8_layers import Int8Layer
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pair = tuple[int, int]
+TunedLayer: TypeAlias = "Convolution | Int8Layer | MaxPool"
 REFERENCE = "torch"
 # Rank of a batch of images; a single image has one less.
 IMAGE_RANK = 4
 # Largest relative error against torch (in norm), by datatype.
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 5e-3}
+# Of INT8 results: a value halfway between two may be rounded either way.
+INT8_TOLERANCE = 1e-2
 # Calls in a timed graph, and how often it is replayed.
 NUM_CALLS, NUM_RUNS = 8, 5
 # Limit of unused reserved memory during timing.
@@ -105,18 +110,18 @@ class GpuTimer:
 class Case:
     """A layer and the form of its arguments, without values."""
 
-    layer: Convolution | MaxPool
-    forms: tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
-    dtype: torch.dtype
+    layer: TunedLayer
+    # Shape, strides and datatype.
+    forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     device: torch.device
 
     def randomized(self) -> list[torch.Tensor | None]:
         """Return random arguments: GPUs are faster on zeros, and zeros hide wrong results."""
-        return [None if each is None else each.normal_() for each in self.empty()]
+        return [None if each is None else _filled(each) for each in self.empty()]
 
     def empty(self) -> list[torch.Tensor | None]:
-        empty = partial(torch.empty_strided, dtype=self.dtype, device=self.device)
-        return [None if form is None else empty(*form) for form in self.forms]
+        empty = partial(torch.empty_strided, device=self.device)
+        return [None if form is None else empty(*form[:2], dtype=form[2]) for form in self.forms]
 
 
 class Remembered(msgspec.Struct):
@@ -138,10 +143,11 @@ class Tuner:
     num_tuned: int = 0
     _used: set[str] = field(default_factory=set)
     _workspace: Workspace | None = None
+    _graphs: Int8Graphs | None = None
     _waiting: dict[str, Case] = field(default_factory=dict)
 
     def find(
-        self, layer: Convolution | MaxPool, x: torch.Tensor, residual: torch.Tensor | None
+        self, layer: TunedLayer, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[str, Run] | None:
         """Return the chosen implementation, or queue the case and return None."""
         key = layer.key(x, residual)
@@ -149,8 +155,8 @@ class Tuner:
         if name is not None and (run := layer.implementations(x, residual).get(name)):
             self._used.add(key)
             return name, run
-        forms = tuple(None if t is None else (t.shape, t.stride()) for t in (x, residual))
-        self._waiting.setdefault(key, Case(layer, forms, x.dtype, x.device))
+        forms = tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, residual))
+        self._waiting.setdefault(key, Case(layer, forms, x.device))
         return None
 
     def tune(self) -> None:
@@ -175,6 +181,12 @@ class Tuner:
             self._workspace = conv.Workspace(self.device)
         return self._workspace
 
+    @property
+    def graphs(self) -> Int8Graphs:
+        if self._graphs is None:
+            self._graphs = Int8Graphs(self.device)
+        return self._graphs
+
     def _compile(self, cases: Iterable[Case]) -> None:
         """Compile the kernels of all cases in several threads: the slowest part of tuning."""
         if not has_triton() or self.device.type != "cuda":
@@ -198,16 +210,22 @@ class Tuner:
             assert x is not None
             runs = case.layer.implementations(x, residual)
             wanted = runs[REFERENCE](x, residual)
+            dtypes = {x.dtype, wanted.dtype}
+            tolerance = max(TOLERANCE.get(dtype, INT8_TOLERANCE) for dtype in dtypes)
         except torch.OutOfMemoryError as error:
             self.problems[key] = first_line(error)
             return REFERENCE
         for name, run in runs.items():
             try:
-                check_close(run(x, residual), wanted, TOLERANCE.get(x.dtype, 0.0))
+                check_close(run(x, residual), wanted, tolerance)
                 times[name] = self.timer.seconds(partial(run, x, residual))
             except Exception as error:  # Implementations may not support the case.
                 self.problems[f"{key}: {name}"] = first_line(error)
         return min(times, key=lambda name: times[name]) if times else REFERENCE
+
+
+def _filled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.normal_() if tensor.is_floating_point() else tensor.random_(-128, 128)
 
 
 def check_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
@@ -267,16 +285,16 @@ def load_kernels(content: bytes) -> None:
 def to_remember(tuner: Tuner) -> dict[str, bytes]:
     files = choices_file(tuner.used(), tuner.device)
     if has_triton() and tuner.device.type == "cuda":
-        from penstock.kernels import conv, stored
+        from penstock.kernels import conv, int8_triton, stored
 
-        files[KERNELS] = stored.pack(conv.FUNCTIONS)
+        files[KERNELS] = stored.pack((*conv.FUNCTIONS, *int8_triton.FUNCTIONS))
     return files
 
 
 class Chosen:
     """Chosen implementations of one layer, by shape and datatype."""
 
-    def __init__(self, layer: Convolution | MaxPool, tuner: Tuner | None) -> None:
+    def __init__(self, layer: TunedLayer, tuner: Tuner | None) -> None:
         self._layer = layer
         self._tuner = tuner
         self._runs: dict[object, tuple[str, int, Run]] = {}
@@ -303,6 +321,11 @@ class Chosen:
     def workspace(self) -> Workspace:
         assert self._tuner is not None
         return self._tuner.workspace
+
+    @property
+    def graphs(self) -> Int8Graphs:
+        assert self._tuner is not None
+        return self._tuner.graphs
 
 
 class Convolution(torch.nn.Module):  # type: ignore[misc]
@@ -469,7 +492,7 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         return functional.max_pool2d(x, self.size, self.stride, self.padding)
 
 
-def counted(layers: Iterable[Convolution]) -> dict[int, Counter[str]]:
+def counted(layers: Iterable[Convolution | Int8Layer]) -> dict[int, Counter[str]]:
     """Count the layers of each implementation, by batch size."""
     found: dict[int, Counter[str]] = {}
     for layer in layers:

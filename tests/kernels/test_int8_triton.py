@@ -1,0 +1,173 @@
+"""The INT8 kernels give what integers give: on a GPU, or interpreted on a CPU."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+functional = torch.nn.functional
+int8 = pytest.importorskip("penstock.kernels.int8_triton")
+conv = pytest.importorskip("penstock.kernels.conv")
+Tile, Window = conv.Tile, conv.ConvWindow
+
+IS_CPU = not torch.cuda.is_available()
+# Of Triton's interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+DEVICE = "cpu" if IS_CPU else "cuda"
+LIMITS = {"int8": (-128.0, 127.0), "relu": (0.0, 127.0)}
+
+
+@pytest.fixture(scope="module")
+def workspace():
+    return conv.Workspace(DEVICE, 1 << 18)
+
+
+def drawn(*shape: int):
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8).to(DEVICE)
+    return x.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else x
+
+
+def epilogue(out, depth, *, limits="relu", dtype=torch.int8, residual=None):
+    """Return the epilogue, and scale and offset in FP64."""
+    generator = torch.Generator().manual_seed(out)
+    scale = (torch.rand(out, generator=generator).double() + 0.5) / (100 * depth**0.5)
+    offset = 20 * torch.randn(out, generator=generator).double()
+    own = int8.kernel_offset(scale, offset, depth, dtype)
+    padded = [functional.pad(each.float(), (0, -out % 256)).to(DEVICE) for each in (scale, own)]
+    lowest, highest = LIMITS[limits]
+    made = int8.Int8Epilogue(*padded, lowest, highest, dtype, residual, 0.7)
+    return made, scale.to(DEVICE), offset.to(DEVICE)
+
+
+def finished(total, scale, offset, made):
+    """Apply the epilogue to exact sums [..., out]."""
+    v = total * scale + offset
+    if made.residual is not None:
+        residual = made.residual
+        v = v + 0.7 * (residual.permute(0, 2, 3, 1) if residual.ndim == 4 else residual).double()
+    v = v.clamp(made.lowest, made.highest)
+    return v.round() if made.out == torch.int8 else v
+
+
+def assert_same(found, wanted, dtype=torch.int8) -> None:
+    assert found.shape == wanted.shape
+    assert found.dtype == dtype
+    off = (found.double() - wanted).abs()
+    if dtype == torch.int8:
+        # A sum near the middle of two values may be rounded either way.
+        assert off.max() <= 1
+        assert (off > 0).double().mean() < 2e-3
+    else:
+        assert (off / wanted.abs().clamp_min(1)).max() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(
+    ("depth", "out", "tile"),
+    [
+        (64, 128, Tile(64, 64, 64, 4, 3, 1)),
+        (64, 128, Tile(64, 64, 64, 4, 3, 0)),
+        (512, 64, Tile(64, 32, 128, 4, 3, 2)),
+        # Neither the depth nor the columns fill their tiles.
+        (144, 48, Tile(64, 64, 128, 4, 3, 1)),
+    ],
+)
+def test_rows(depth, out, tile, has_residual, dtype):
+    x, weight = drawn(150, depth), drawn(out, depth)
+    residual = drawn(150, out) if has_residual else None
+    made, scale, offset = epilogue(out, depth, dtype=dtype, residual=residual)
+    found = int8.multiply(x, weight, made, tile)
+    wanted = finished(x.double() @ weight.double().t(), scale, offset, made)
+    assert_same(found, wanted, dtype)
+
+
+WINDOWS = {
+    "1x1/2": Window((1, 1), (2, 2), (0, 0)),
+    "3x3": Window((3, 3), (1, 1), (1, 1)),
+    "3x3/2": Window((3, 3), (2, 2), (1, 1)),
+    "1x3": Window((1, 3), (1, 2), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("filling", [0, -128])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS.keys())
+def test_windows(window, filling, split, workspace):
+    x, weight = drawn(2, 64, 9, 7), drawn(32, 64, *window.size)
+    shape = (2, 32, *window.out(9, 7))
+    made, scale, offset = epilogue(32, 64 * 9, limits="int8", residual=drawn(*shape))
+    if 64 * window.size[0] * window.size[1] <= int8.MAX_SHORT_DEPTH:
+        made, scale, offset = epilogue(32, 64, limits="int8", residual=drawn(*shape))
+    tile = Tile(64, 32, 64, 4, 3, split)
+    found = int8.convolve_int8(x, weight, window, filling, made, tile, workspace)
+    pads = window.padding
+    around = functional.pad(x.double(), (pads[1], pads[1], pads[0], pads[0]), value=filling)
+    total = functional.conv2d(around, weight.double(), None, window.stride)
+    wanted = finished(total.permute(0, 2, 3, 1), scale, offset, made).permute(0, 3, 1, 2)
+    assert_same(found, wanted)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_channels_that_fill_no_tile(workspace):
+    window = WINDOWS["3x3"]
+    x, weight = drawn(2, 24, 9, 7), drawn(40, 24, 3, 3)
+    made, scale, offset = epilogue(40, 24 * 9, limits="int8", residual=drawn(2, 40, 9, 7))
+    tile = Tile(64, 32, 32, 4, 3)
+    found = int8.convolve_int8(x, weight, window, -3, made, tile, workspace)
+    around = functional.pad(x.double(), (1, 1, 1, 1), value=-3)
+    total = functional.conv2d(around, weight.double())
+    wanted = finished(total.permute(0, 2, 3, 1), scale, offset, made).permute(0, 3, 1, 2)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("zero", [0, 5])
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [((7, 7), (2, 2)), ((3, 3), (2, 2)), ((3, 3), (1, 1)), ((5, 3), (2, 2)), ((4, 4), (4, 4))],
+)
+def test_a_stem_quantises_floats_itself(size, stride, zero):
+    window = Window(size, stride, (size[0] // 2, size[1] // 2))
+    x = torch.randn(2, 3, 17, 19, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weight = drawn(24, 3, *size)
+    packed = int8.pack_stem(weight, stride[0])
+    made, scale, offset = epilogue(24, packed[0].numel())
+    level = 0.02
+    tile = Tile(64, 32, packed[0].numel(), 4, 3, 2)
+    found = int8.convolve_stem(x, packed, window, (level, zero), made, tile)
+    values = ((x / level).round() + zero).clamp(-128, 127)
+    pads = window.padding
+    around = functional.pad(values.double(), (pads[1], pads[1], pads[0], pads[0]), value=zero)
+    total = functional.conv2d(around, weight.double(), None, stride)
+    wanted = finished(total.permute(0, 2, 3, 1), scale, offset, made).permute(0, 3, 1, 2)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("channels", [32, 48])
+def test_pooling(channels):
+    window = Window((3, 3), (2, 2), (1, 1))
+    x = drawn(2, channels, 9, 8)
+    wanted = functional.max_pool2d(x.float(), 3, 2, 1)
+    assert torch.equal(int8.pool_int8(x, window).float(), wanted)
+
+
+def test_floats_to_levels_and_back():
+    x = torch.randn(3, 5, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    levels = int8.quantize_int8(x, 0.01, -3)
+    wanted = ((x / 0.01).round() - 3).clamp(-128, 127)
+    assert_same(levels, wanted.double())
+    back = int8.dequantize_int8(levels, 0.01, -3, torch.float32)
+    assert torch.allclose(back, (levels.float() + 3) * 0.01)
+
+
+def test_sums_of_two_tensors():
+    a, b = drawn(3, 50), drawn(3, 49 + 1).flip(0)
+    found = int8.add_int8(a, b, (0.4173, 0.9117), 2.0, 0.0)
+    wanted = (a.double() * 0.4173 + b.double() * 0.9117 + 2).clamp(0, 127).round()
+    assert_same(found, wanted)
+
+
+def test_rows_that_do_not_begin_at_16_bytes_have_no_tiles():
+    assert not int8.row_tiles(100_000, 24, 64, torch.int8)
+    assert not int8.row_tiles(100_000, 64, 1000, torch.int8)
+    assert int8.row_tiles(100_000, 64, 1000, torch.float16)
