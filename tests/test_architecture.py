@@ -218,6 +218,7 @@ WITHOUT_OWN_TEST = {
     "cli/serve.py": "tests/test_cli.py",
     "config.py": "values only; tests/repository/test_repository_layout.py resolves them",
     "system/exit_codes.py": "names only; tests/test_commands.py meets each of them",
+    "kernels/cudnn_int8.py": "tests/gpu/test_int8_cuda.py runs its plans",
     "kernels/__init__.py": "names only",
     "repository/__init__.py": "empty",
     "repository/signature.py": "values only; tests/repository/test_pbtxt.py reads them",

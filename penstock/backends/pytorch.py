@@ -31,12 +31,14 @@ from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
+from penstock.backends.torch_int8 import quantised_inputs
 from penstock.backends.torch_onnx import load_graph, torch_type
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
+from penstock.kernels.convolution import Tuner
 from penstock.repository import onnx_file, pt2_file
 from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, TensorSpec
@@ -107,6 +109,8 @@ class LoadedModule:
     packing: PackedModel | None = None
     # Set if its convolutions are fused; it owns the module.
     fusion: Fusion | None = None
+    # Inputs that keep their datatype: layers quantise them.
+    uncast: frozenset[str] = frozenset()
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> object:
         return self.module(
@@ -291,7 +295,7 @@ class TorchRunner(Runner):
         return tensor.view(torch.bfloat16) if self._datatypes[name] == "BF16" else tensor
 
     def _compute(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        given = {name: self._cast(tensor) for name, tensor in tensors.items()}
+        given = {name: self._cast(name, tensor) for name, tensor in tensors.items()}
         if self._packing is not None:
             self._packing.lay_out(given, self._num_tokens)
             self._packing.prepare(self._num_tokens, lambda: self._run.call(given))
@@ -302,7 +306,9 @@ class TorchRunner(Runner):
             spec.name: self._check_output(spec, values[spec.name]) for spec in self._config.outputs
         }
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in self._loaded.uncast:
+            return tensor
         if self._options.dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._options.dtype)
         if self._options.is_channels_last and tensor.ndim == IMAGE_RANK:
@@ -532,16 +538,24 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
 def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     signature = onnx_file.read_signature(Path(config.artifact))
     check_signature(config, signature.inputs, signature.outputs)
-    graph = load_graph(config, options.dtype)
-    return _place_module(LoadedModule(graph.module, graph.inputs, (), signature), config, options)
+    tuner = open_tuner(config)
+    graph = load_graph(config, options.dtype, tuner)
+    if graph.int8:
+        # The layers between those in INT8 are fused with the same kernels.
+        options = replace(options, is_fused=True)
+    uncast = quantised_inputs(graph.module, graph.inputs)
+    loaded = LoadedModule(graph.module, graph.inputs, (), signature, uncast=uncast)
+    return _place_module(loaded, config, options, tuner)
 
 
-def _place_module(loaded: LoadedModule, config: ModelConfig, options: Options) -> LoadedModule:
+def _place_module(
+    loaded: LoadedModule, config: ModelConfig, options: Options, tuner: Tuner | None = None
+) -> LoadedModule:
     """Fuse the module, move it to its device and cast it, as its options say."""
     module = loaded.module
     if options.is_fused:
         sample = _sample(config, module, loaded.positional)
-        loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample))
+        loaded = replace(loaded, fusion=fuse(module, tuner or open_tuner(config), sample))
         assert loaded.fusion is not None
         module = loaded.fusion.module
     module = module.to(config.device, options.dtype).eval()

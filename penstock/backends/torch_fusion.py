@@ -23,6 +23,7 @@ from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
 from penstock.config import ModelConfig
 from penstock.kernels import CHOICES, KERNELS, convolution
 from penstock.kernels.convolution import ConvGeometry, Convolution, GpuTimer, MaxPool, Pair, Tuner
+from penstock.kernels.int8_layers import Int8Layer
 
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}
@@ -63,15 +64,16 @@ class Fusion:
         self.is_open = False
 
     @property
-    def layers(self) -> list[Convolution]:
-        """The convolution of every call; a module may be called several times."""
+    def layers(self) -> list[Convolution | Int8Layer]:
+        """The layer of every call; a module may be called several times."""
         found = (_module(self.module, node) for node in self.module.graph.nodes)
-        return [each for each in found if isinstance(each, Convolution)]
+        return [each for each in found if isinstance(each, Convolution | Int8Layer)]
 
     def facts(self) -> dict[str, str]:
         """Report the layers and their implementations, for the smallest and largest batch."""
         layers = self.layers
-        text = f"{len(layers)} convolutions"
+        num_int8 = sum(isinstance(each, Int8Layer) for each in layers)
+        text = f"{len(layers)} {f'layers, {num_int8} in INT8' if num_int8 else 'convolutions'}"
         if self.tuner is None:
             return {"fusion": f"{text}: {_list(Counter(each.default for each in layers))}"}
         counts = convolution.counted(layers)

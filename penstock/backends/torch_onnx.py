@@ -10,8 +10,10 @@ import torch
 from penstock.backends.onnx_import.folding import Sample, fold_shapes, retype
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.backends.torch_int8 import quantise_graph
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.kernels.convolution import Tuner
 from penstock.types import DATATYPES, TensorSpec
 
 # Sizes for which shapes are worked out: each dynamic size varies by itself, while the others keep
@@ -25,9 +27,11 @@ BATCH, BUCKET = "batch size", "bucket"
 ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
 
 
-def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
-    """Import the model's file. Raise ConfigError naming what this engine does not have, and what to
-    do instead."""
+def load_graph(
+    config: ModelConfig, dtype: torch.dtype | None, tuner: Tuner | None = None
+) -> ImportedGraph:
+    """Import the model's file; `tuner` chooses the kernels of layers in INT8. Raise ConfigError
+    naming what this engine does not have, and what to do instead."""
     batch = (-1,) if config.max_batch_size else ()
     sizes = {spec.name: (*batch, *spec.shape) for spec in config.inputs}
     try:
@@ -38,6 +42,7 @@ def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
         raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
     fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)
+    graph.int8.update(quantise_graph(graph.module, tuner))
     if dtype is not None:
         retype(graph, dtype)
     # Outputs by name: a configuration may have them in another order.

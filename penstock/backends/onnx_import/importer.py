@@ -82,6 +82,8 @@ TAKES_NUMBERS: Mapping[str, tuple[int, ...]] = {
 SWAPPED = ("Add", "Mul")
 # Key of a node's positions that take numbers, in its `meta`.
 HOST = "penstock_host"
+# Attribute of a layer whose weights are INT8 in the file: their scales.
+WEIGHT_SCALE = "penstock_weight_scale"
 # Keys of whether it runs on the host, and of its result's rank, if that is known.
 ON_HOST, RANK = "penstock_on_host", "penstock_rank"
 
@@ -109,6 +111,8 @@ class ImportedGraph:
     counts: Counter[str]
     # Names of the sizes of each input, as the file declares them; empty for those without one.
     symbols: Mapping[str, Sequence[str]]
+    # Layers that compute in INT8, by kind.
+    int8: Counter[str] = field(default_factory=Counter)
 
 
 def import_file(
@@ -239,6 +243,8 @@ class _Flattener:
     symbols: dict[str, list[str]] = field(default_factory=dict)
     opset: int = NEWEST
     counts: Counter[str] = field(default_factory=Counter)
+    # Scales of weights that are INT8 in the file, by the name of their float values.
+    weight_scales: dict[str, torch.Tensor] = field(default_factory=dict)
     _problems: dict[str, str] = field(default_factory=dict)
     _num_branches: int = 0
     # Names of outputs of folded branches, by the name of If's own output.
@@ -396,6 +402,8 @@ class _Flattener:
         self.constants |= {
             name: each for name, each in zip(step.outputs, results, strict=False) if name
         }
+        if (scale := _weight_scale(step, given)) is not None:
+            self.weight_scales[step.outputs[0]] = scale
         return True
 
     def _known_sizes(self, step: GraphStep) -> torch.Tensor | None:
@@ -416,6 +424,16 @@ class _Flattener:
             return None
         found = torch.tensor(self.partial[source], dtype=torch.int64)[indices]
         return None if bool((found < 0).any()) else found
+
+
+def _weight_scale(step: GraphStep, given: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the scale of INT8 weights, a single one or one for each channel, if zero is zero."""
+    if step.op_type != "DequantizeLinear" or step.attributes.get("block_size"):
+        return None
+    values, scale, zero = (*given, None)[:3]
+    assert values is not None and scale is not None
+    is_plain = zero is None or not bool(zero.any())
+    return scale.flatten() if values.dtype == torch.int8 and is_plain else None
 
 
 def _rename(graph: GraphProto, outer: Mapping[str, str], prefix: str) -> None:
@@ -518,6 +536,9 @@ class _Emitter:
         if is_layer:
             module = build_module(step.op_type, step.attributes, self._read_constants(step))
         if module is not None:
+            scale = self.flat.weight_scales.get(step.inputs[1] if len(step.inputs) > 1 else "")
+            if scale is not None:
+                setattr(module, WEIGHT_SCALE, scale)
             name = f"layer_{self._num_modules}"
             self._num_modules += 1
             self.root.add_module(name, module)

@@ -40,10 +40,22 @@ def _pair(attributes: Mapping[str, object], name: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def _conv_pads(attributes: Mapping[str, object], weight: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the padding if it is the same before and after, whatever the size of the image."""
+    size = weight.shape[2:]
+    is_same = str(attributes.get("auto_pad", "")).startswith("SAME")
+    if not is_same or any(length % 2 == 0 for length in size):
+        return _same_pads(attributes, len(size))
+    strides, dilations = (attributes.get(name) or [1] for name in ("strides", "dilations"))
+    assert isinstance(strides, list) and isinstance(dilations, list)
+    is_plain = {*strides, *dilations} == {1}
+    return tuple(length // 2 for length in size) if is_plain else None
+
+
 def _conv(attributes: dict[str, object], known: Known) -> nn.Module | None:
     weight, bias = known[1], known[2] if len(known) > 2 else None
     assert isinstance(weight, torch.Tensor)
-    pads = _same_pads(attributes, weight.dim() - 2)
+    pads = _conv_pads(attributes, weight)
     if weight.dim() != IMAGE_RANK or pads is None or not weight.is_floating_point():
         return None
     groups = attributes.get("group", 1)

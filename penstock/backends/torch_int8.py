@@ -1,0 +1,348 @@
+"""Turn the Q/DQ nodes of an imported graph into layers that compute in INT8.
+
+A convolution or linear layer whose input and weights are quantised becomes an `Int8Layer`, together
+with the residual and the ReLU after it; if all that follows quantises its result in the same way,
+the result stays in INT8. Pooling and sums between INT8 tensors stay in INT8 too. Values are those
+of the file up to rounding: only a rounding between two fused operators would be visible, and those
+are not fused. What is left of Q/DQ runs as one kernel each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from penstock.backends.onnx_import import elementwise, quantised
+from penstock.backends.onnx_import.importer import WEIGHT_SCALE
+from penstock.kernels.convolution import IMAGE_RANK, ConvGeometry, Tuner
+from penstock.kernels.int8_layers import (
+    MAX_STEM_WINDOW,
+    STEM_CHANNELS,
+    STEM_STRIDES,
+    Dequantize,
+    Int8Add,
+    Int8Layer,
+    Int8MaxPool,
+    Int8Shape,
+    Levels,
+    Quantize,
+)
+
+# Unsigned values are kept as signed ones, 128 lower.
+UNSIGNED_SHIFT = 128
+NO_MODULE = nn.Module()
+
+
+def quantise_graph(module: fx.GraphModule, tuner: Tuner | None) -> Counter[str]:
+    """Rewrite the graph; return the layers in INT8 by kind. A graph without Q/DQ is unchanged."""
+    with torch.no_grad():
+        return _Quantiser(module, tuner).run()
+
+
+def quantised_inputs(module: fx.GraphModule, names: Sequence[str]) -> frozenset[str]:
+    """Return the inputs of a graph that only layers read which quantise them."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return frozenset(
+        name
+        for name, node in zip(names, placeholders, strict=True)
+        if node.users and all(_quantises(module, user) for user in node.users)
+    )
+
+
+def _quantises(module: fx.GraphModule, node: fx.Node) -> bool:
+    layer = module.get_submodule(str(node.target)) if node.op == "call_module" else NO_MODULE
+    return isinstance(layer, Quantize) or (isinstance(layer, Int8Layer) and layer.is_stem)
+
+
+@dataclass(slots=True)
+class _Tail:
+    """What follows a layer and is computed with it."""
+
+    nodes: list[fx.Node]
+    residual: fx.Node | None = None
+    lowest: float = -math.inf
+    highest: float = math.inf
+
+    @property
+    def last(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+@dataclass(slots=True)
+class _Quantiser:
+    module: fx.GraphModule
+    tuner: Tuner | None
+    counts: Counter[str] = field(default_factory=Counter)
+    # Of nodes that quantise, and of those that turn levels into floats.
+    _to: dict[fx.Node, Levels] = field(default_factory=dict)
+    _from: dict[fx.Node, Levels] = field(default_factory=dict)
+    _order: dict[fx.Node, int] = field(default_factory=dict)
+
+    def run(self) -> Counter[str]:
+        graph = self.module.graph
+        self._note_all()
+        for node in list(graph.nodes):
+            if self._layer(node) is not None:
+                self._replace_layer(node)
+        for node in list(graph.nodes):
+            if self._is_sum(node):
+                self._replace_sum(node)
+            elif self._is_pool(node):
+                self._replace_pool(node)
+        graph.eliminate_dead_code()
+        self._replace_rest()
+        graph.eliminate_dead_code()
+        self.module.delete_all_unused_submodules()
+        self.module.recompile()
+        return self.counts
+
+    def _note_all(self) -> None:
+        graph = self.module.graph
+        for node in graph.nodes:
+            self._order[node] = len(self._order)
+            if _calls(node, quantised.quantize):
+                self._note(node, self._to)
+            elif _calls(node, quantised.dequantize):
+                self._note(node, self._from)
+        for node in list(graph.nodes):
+            if self._is_pool(node):
+                self._quantise_before(node)
+        # Both ends of an INT8 tensor must be known, or its values would be shifted for one only.
+        self._forget_halves()
+
+    def _note(self, node: fx.Node, found: dict[fx.Node, Levels]) -> None:
+        """Note the levels of a node if they are one constant for the whole tensor."""
+        scale, zero = (self._constant(each) for each in (*node.args, None)[1:3])
+        has_zero = len(node.args) > 2 and node.args[2] is not None
+        plain = {"axis", "types"}
+        is_other = any(value for key, value in node.kwargs.items() if key not in plain)
+        if scale is None or scale.numel() != 1 or (has_zero and zero is None) or is_other:
+            return
+        # Without a zero a value is UINT8, as the types of a QuantizeLinear say too.
+        dtype = torch.uint8 if zero is None else zero.dtype
+        if dtype not in (torch.int8, torch.uint8) or (zero is None and found is self._from):
+            return
+        start = 0 if zero is None else int(zero)
+        found[node] = Levels(float(scale), start - (UNSIGNED_SHIFT if dtype == torch.uint8 else 0))
+
+    def _forget_halves(self) -> None:
+        """Keep only values that a known node writes and that only known nodes read."""
+        is_changed = True
+        while is_changed:
+            lone = [
+                node
+                for node, levels in self._to.items()
+                if any(self._from.get(user) != levels for user in node.users)
+            ]
+            loose = [node for node in self._from if node.args[0] not in self._to]
+            for node in lone:
+                del self._to[node]
+            for node in loose:
+                del self._from[node]
+            is_changed = bool(lone or loose)
+
+    def _constant(self, node: object) -> torch.Tensor | None:
+        if not isinstance(node, fx.Node) or node.op != "get_attr":
+            return None
+        found = getattr(self.module, str(node.target), None)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def _module(self, node: fx.Node) -> nn.Module:
+        is_call = node.op == "call_module"
+        return self.module.get_submodule(str(node.target)) if is_call else NO_MODULE
+
+    def _layer(self, node: fx.Node) -> nn.Conv2d | nn.Linear | None:
+        """Return the layer that a node calls if it can run in INT8."""
+        layer = self._module(node)
+        scale = getattr(layer, WEIGHT_SCALE, None)
+        if scale is None or node.args[0] not in self._from:
+            return None
+        if type(layer) is nn.Linear:
+            return layer if len(scale) in (1, layer.out_features) else None
+        if type(layer) is not nn.Conv2d or len(scale) not in (1, layer.out_channels):
+            return None
+        is_plain = layer.groups == 1 and layer.dilation == (1, 1)
+        return layer if is_plain and not isinstance(layer.padding, str) else None
+
+    def _replace_layer(self, node: fx.Node) -> None:
+        layer = self._layer(node)
+        assert layer is not None
+        given = node.args[0]
+        assert isinstance(given, fx.Node)
+        levels = self._from[given]
+        tail = self._tail(node)
+        out = self._levels_after(tail.last)
+        residual, added = tail.residual, None
+        if residual is not None and residual in self._from:
+            added, residual = self._from[residual], residual.args[0]
+        geometry = ConvGeometry()
+        if isinstance(layer, nn.Conv2d):
+            geometry = ConvGeometry(layer.stride, layer.padding)
+        scale = getattr(layer, WEIGHT_SCALE).double()
+        by_channel = scale.reshape(-1, *[1] * (layer.weight.ndim - 1))
+        values = (layer.weight.double() / by_channel).round().to(torch.int8)
+        shape = Int8Shape(levels, out, tail.lowest, tail.highest, added, geometry)
+        source = given.args[0]
+        assert isinstance(source, fx.Node)
+        is_image = values.ndim == IMAGE_RANK and values.shape[1] <= STEM_CHANNELS
+        is_stem = is_image and max(values.shape[2:]) <= MAX_STEM_WINDOW
+        is_stem &= geometry.stride[0] == geometry.stride[1] and geometry.stride[0] in STEM_STRIDES
+        is_stem &= residual is None and _calls(source, quantised.quantize)
+        if is_stem:
+            # The layer quantises by itself.
+            (source, *_) = source.args
+        made = Int8Layer(values, scale, layer.bias, shape, self.tuner, is_stem=is_stem)
+        kind = "linear" if made.is_matmul else "convolution"
+        arguments = (source,) if residual is None else (source, residual)
+        self._insert(tail.nodes, kind, made, arguments, out)
+
+    def _levels_after(self, node: fx.Node) -> Levels | None:
+        """Return how a result is quantised, if all that follows does so in the same way."""
+        wanted = {self._to.get(user) for user in node.users}
+        return wanted.pop() if len(wanted) == 1 else None
+
+    def _insert(
+        self,
+        replaced: Sequence[fx.Node],
+        kind: str,
+        made: nn.Module,
+        arguments: tuple[fx.Node, ...],
+        out: Levels | None,
+    ) -> None:
+        """Put a layer in place of nodes, and of those that quantise their result."""
+        graph, last = self.module.graph, replaced[-1]
+        name = f"int8_{kind}_{self.counts[kind]}"
+        self.counts[kind] += 1
+        self.module.add_submodule(name, made)
+        with graph.inserting_after(last):
+            new = graph.call_module(name, arguments)
+        self._order[new] = self._order[last]
+        if out is None:
+            last.replace_all_uses_with(new)
+        else:
+            # Readers find the levels of their input through it.
+            self._to[new] = out
+            for user in list(last.users):
+                user.replace_all_uses_with(new)
+                del self._to[user]
+                graph.erase_node(user)
+        for node in reversed(replaced):
+            graph.erase_node(node)
+
+    def _tail(self, node: fx.Node) -> _Tail:
+        """Follow a layer over an addition and an activation without other users."""
+        tail = _Tail([node])
+        following = _only_user(node)
+        if following is not None and self._is_sum(following):
+            one, other = following.args
+            residual = other if one is node else one
+            assert isinstance(residual, fx.Node)
+            if residual is not node:
+                tail = _Tail([node, following], residual)
+                following = _only_user(following)
+        if following is None:
+            return tail
+        if _calls(following, torch.relu):
+            return _Tail([*tail.nodes, following], tail.residual, 0.0)
+        if _calls(following, elementwise.clip) and (limits := _limits(following)) is not None:
+            return _Tail([*tail.nodes, following], tail.residual, *limits)
+        return tail
+
+    def _is_sum(self, node: fx.Node) -> bool:
+        """Return whether it adds two tensors that are computed."""
+        if not _calls(node, torch.add) or node.kwargs or len(node.args) != 2:
+            return False
+        return all(isinstance(each, fx.Node) and self._constant(each) is None for each in node.args)
+
+    def _replace_sum(self, node: fx.Node) -> None:
+        if not all(each in self._from for each in node.args):
+            return
+        one, other = node.args
+        assert isinstance(one, fx.Node) and isinstance(other, fx.Node)
+        nodes, lowest = [node], -math.inf
+        following = _only_user(node)
+        if following is not None and _calls(following, torch.relu):
+            nodes, lowest = [node, following], 0.0
+        out = self._levels_after(nodes[-1])
+        if out is None:
+            return
+        made = Int8Add((self._from[one], self._from[other]), out, lowest)
+        sources = one.args[0], other.args[0]
+        assert isinstance(sources[0], fx.Node) and isinstance(sources[1], fx.Node)
+        self._insert(nodes, "sum", made, sources, out)
+
+    def _is_pool(self, node: fx.Node) -> bool:
+        pool = self._module(node)
+        if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
+            return False
+        return _pair(pool.dilation) == (1, 1)
+
+    def _quantise_before(self, node: fx.Node) -> None:
+        """Quantise the input of pooling as its result is: the largest value stays the largest."""
+        levels, given = self._levels_after(node), node.args[0]
+        if levels is None or given in self._from:
+            return
+        (first, *_) = node.users
+        graph = self.module.graph
+        with graph.inserting_before(node):
+            constants = [
+                graph.get_attr(str(each.target)) if isinstance(each, fx.Node) else each
+                for each in first.args[1:]
+            ]
+            made = graph.call_function(first.target, (given, *constants), dict(first.kwargs))
+            undone = graph.call_function(quantised.dequantize, (made, *constants))
+        self._to[made] = self._from[undone] = levels
+        self._order[made] = self._order[undone] = self._order[node]
+        node.args = (undone,)
+
+    def _replace_pool(self, node: fx.Node) -> None:
+        pool, given = self._module(node), node.args[0]
+        levels = self._from.get(given)
+        if levels is None or self._levels_after(node) != levels:
+            return
+        made = Int8MaxPool(_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding))
+        assert isinstance(given, fx.Node) and isinstance(given.args[0], fx.Node)
+        self._insert([node], "pooling", made, (given.args[0],), levels)
+
+    def _replace_rest(self) -> None:
+        """Let nodes that quantise, and those that undo it, run as one kernel each."""
+        left = set(self.module.graph.nodes)
+        for kind, nodes in (("quantise", self._to), ("dequantise", self._from)):
+            for node, levels in list(nodes.items()):
+                if node.op != "call_function" or node not in left:
+                    continue
+                layer = Quantize(levels) if kind == "quantise" else Dequantize(levels)
+                name = f"int8_{kind}_{self._order[node]}"
+                self.module.add_submodule(name, layer)
+                with self.module.graph.inserting_after(node):
+                    new = self.module.graph.call_module(name, (node.args[0],))
+                node.replace_all_uses_with(new)
+                self.module.graph.erase_node(node)
+
+
+def _calls(node: object, function: object) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is function
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _limits(node: fx.Node) -> tuple[float, float] | None:
+    """Return the limits of a Clip with constant ones."""
+    lowest, highest = (*node.args[1:], None, None)[:2]
+    lowest = node.kwargs.get("min") if lowest is None else lowest
+    highest = node.kwargs.get("max") if highest is None else highest
+    if isinstance(lowest, fx.Node) or isinstance(highest, fx.Node):
+        return None
+    low = -math.inf if lowest is None else float(lowest)
+    return low, math.inf if highest is None else float(highest)
+
+
+def _pair(value: int | Sequence[int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
