@@ -149,7 +149,7 @@ class HalfStatic(Int8Static):
     def build(self, parent: Build, step: Step, target: Path, workshop: BuildContext) -> None:
         from penstock.optimizer.passes.int8_static import layers, prepared
 
-        names = [node.name for node in layers(prepared(parent))]
+        names = [node.name for node in layers(prepared(parent, parent.folder))]
         super().build(parent, with_kept(step, names[: len(names) // 2]), target, workshop)
 
 

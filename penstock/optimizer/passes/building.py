@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
-from penstock.optimizer import folders, onnx_model
+from penstock.optimizer import folders, onnx_model, torch_source
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
 from penstock.optimizer.passes import PassContext
@@ -30,8 +31,9 @@ FLOATS_TO_BYTES = "WeightBiasQuantization"
 # Least share of the layers that can gain which must be INT8 in the built model.
 MIN_SHARE = 0.9
 NO_INT8 = "the processor has no instructions for INT8 products (VNNI, AMX)"
-# Option of the PyTorch backend.
+# Options of the PyTorch backend.
 CUDA_GRAPHS = "penstock.cuda_graphs"
+FACTORY = "penstock.factory"
 STAYS_ON_GPU = "for CPUs only; on a GPU the PyTorch engine runs the model (--device cpu tries it)"
 
 
@@ -65,14 +67,51 @@ def is_onnx(build: Build) -> bool:
     return build.config.backend in ("onnxruntime", "openvino") and build.artifact.suffix == ".onnx"
 
 
+def can_export(config: ModelConfig) -> bool:
+    """Return whether a PyTorch module on a GPU can become an ONNX file that runs there."""
+    return stays_on_gpu(config) and config.artifact.endswith(".py") and has_images(config)
+
+
+def onnx_artifact(parent: Build, cache: Path) -> Path:
+    """Return the model as an ONNX file: its own, or what a module is exported to, once."""
+    if is_onnx(parent):
+        return parent.artifact
+    from penstock.backends.pytorch import load_module
+    from penstock.optimizer.torch_export import to_onnx
+
+    digest = hashlib.sha256()
+    for path in sorted(torch_source.own_files(parent.artifact)):
+        if (file := parent.artifact.parent / path).is_file():
+            digest.update(path.encode() + file.read_bytes())
+    target = cache / f"exported-{digest.hexdigest()[:32]}.onnx"
+    if not target.is_file():
+        model = parent.config.model
+        # In the precision of the weights; the file is computed in another one later.
+        plain = {k: text for k, text in model.options.items() if k == FACTORY}
+        loaded = load_module(replace(model, options=plain, device="cpu"))
+        draft = target.with_suffix(".part")
+        try:
+            to_onnx(loaded, model, draft)
+        finally:
+            loaded.close()
+        draft.rename(target)
+    return target
+
+
 def write_onnx(
     parent: Build, model: ModelProto, target: Path, config: ModelConfig | None = None
 ) -> None:
-    """Write the parent with this graph in place of its own."""
-    old = onnx_file.weight_files(parent.artifact)
+    """Write the parent with this graph in place of its own, or of its module."""
+    config = config or parent.config
+    if is_onnx(parent):
+        old = set(onnx_file.weight_files(parent.artifact))
+    else:
+        old = torch_source.own_files(parent.artifact)
+        options = {key: text for key, text in config.options.items() if key != FACTORY}
+        config = replace(config, backend="onnxruntime", options=options)
     version = folders.carry_over(parent, target, {parent.artifact.name, ONNX_FILE, *old})
     onnx_model.write(model, version / ONNX_FILE)
-    folders.write_config(target, replace(config or parent.config, file=""))
+    folders.write_config(target, replace(config, file=""))
 
 
 @contextlib.contextmanager
@@ -125,10 +164,10 @@ def check_graphs(after: Facts) -> list[str]:
 def reason_not_to_quantise(context: PassContext) -> str:
     """Return why this model cannot be quantised; empty if it can."""
     facts = context.facts
-    if stays_on_gpu(context.build.config):
-        return STAYS_ON_GPU
     if not is_onnx(context.build):
-        return "the model is not an ONNX file"
+        return (
+            STAYS_ON_GPU if stays_on_gpu(context.build.config) else "the model is not an ONNX file"
+        )
     if facts.quantised:
         names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
         return f"the model is quantised already: {names}"

@@ -31,6 +31,8 @@ class Int8Dynamic(Pass):
         step = Step(self.name, {"weights": "per-channel", **few_bits})
         # Attention contains its weights, and is not counted among the layers that can gain.
         is_lone_attention = "Attention" in facts.operators and not facts.quantised
+        if building.stays_on_gpu(context.build.config):
+            return self.skip(building.STAYS_ON_GPU)
         if (reason := building.reason_not_to_quantise(context)) and not is_lone_attention:
             return self.skip(reason)
         if context.build.config.engine != "onnxruntime":

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.numerics import Answers
 from penstock.optimizer.passes import BuildContext, Facts, LayeredPass, PassContext, Proposals
+from penstock.optimizer.passes.building import stays_on_gpu
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -34,8 +37,15 @@ CNN_OPERATORS = (
     *("GlobalAveragePool", "Concat", "Reshape", "Flatten", "Transpose"),
 )
 TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
+# On a GPU a layer takes INT8 and computes what follows it, up to the next layer, in its epilogue.
+# So only inputs are quantised, of layers and of the sums that end a residual block.
+GPU_OPERATORS = ("Conv", "Gemm", "MatMul", "Add")
+# Its kernels read rows of matrices from multiples of so many bytes.
+ROW_BYTES = 16
 MIN_OPSET = 13
 SEPARATOR = ","
+# Option of the PyTorch engine for what stays in float.
+DTYPE = "penstock.dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +58,12 @@ class Scheme:
     reduce_range: bool
     is_transformer: bool
     keep: tuple[str, ...] = ()
+    is_gpu: bool = False
 
     @property
     def operators(self) -> tuple[str, ...]:
+        if self.is_gpu and not self.is_transformer:
+            return GPU_OPERATORS
         return TRANSFORMER_OPERATORS if self.is_transformer else CNN_OPERATORS
 
 
@@ -61,10 +74,14 @@ class Int8Static(LayeredPass):
 
     def propose(self, context: PassContext) -> Proposals:
         steps = self._steps(context)
-        if reason := building.reason_not_to_quantise(context):
+        config = context.build.config
+        reason = building.reason_not_to_quantise(context)
+        if reason and not building.can_export(config):
             return self.skip(reason)
         if context.examples is None or not context.examples.split.calibration:
             return self.skip("there are no examples to calibrate with", steps[0])
+        if stays_on_gpu(config):
+            return [*steps]
         if not context.machine.has_int8 and not context.plan.is_exhaustive:
             slow = "without which they are hardly faster than floats"
             return self.skip(f"{building.NO_INT8}, {slow}", steps[0])
@@ -72,7 +89,9 @@ class Int8Static(LayeredPass):
 
     def _steps(self, context: PassContext) -> list[Step]:
         shared = {"kind": "transformer" if context.facts.is_transformer else "cnn"}
-        if not context.machine.has_int8:
+        if stays_on_gpu(context.build.config):
+            shared["device"] = "gpu"
+        elif not context.machine.has_int8:
             shared["range"] = "7 bits"
         weights = ("per-channel", "per-tensor") if context.plan.is_exhaustive else ("per-channel",)
         settings = [{"calibrator": name, "weights": each} for each in weights for name in METHODS]
@@ -82,13 +101,15 @@ class Int8Static(LayeredPass):
         if context.examples is None:
             raise ConfigError(["int8-static: there are no examples to calibrate with"])
         scheme = scheme_of(step)
-        ready = prepared(parent)
+        ready = prepared(parent, context.cache)
         known = calibrate(ready, scheme, parent, context)
         model = quantised(ready, known.ranges(scheme.method), scheme)
         config = parent.config
-        if scheme.is_transformer:
+        if scheme.is_gpu:
+            config = building.with_options(config, {DTYPE: config.options.get(DTYPE, "fp16")})
+        elif scheme.is_transformer:
             config = building.without_slow_fusion(config)
-        if scheme.keep:
+        if scheme.keep and not scheme.is_gpu:
             config = building.with_floats_kept(config)
         building.write_onnx(parent, model, target, config)
         path = target / folders.VERSION / calibration.FILE
@@ -97,7 +118,10 @@ class Int8Static(LayeredPass):
         path.write_text(json.dumps(known.record(scheme.method), indent=1))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        return building.check_quantised(before, after, num_kept=len(scheme_of(step).keep))
+        scheme = scheme_of(step)
+        if scheme.is_gpu:
+            return check_on_gpu(after)
+        return building.check_quantised(before, after, num_kept=len(scheme.keep))
 
     def fall_back(
         self,
@@ -110,7 +134,7 @@ class Int8Static(LayeredPass):
         if context.examples is None:
             raise ConfigError(["int8-static: there are no examples to compare layers with"])
         scheme = replace(scheme_of(step), keep=())
-        ready = prepared(parent)
+        ready = prepared(parent, context.cache)
         ranges = calibrate(ready, scheme, parent, context).ranges(scheme.method)
         indices = context.examples.split.choice
         rows = calibration.model_rows(parent.config, context.examples, indices)
@@ -140,6 +164,7 @@ def scheme_of(step: Step) -> Scheme:
         reduce_range="range" in settings,
         is_transformer=settings.get("kind") == "transformer",
         keep=tuple(filter(None, settings.get("keep", "").split(SEPARATOR))),
+        is_gpu=settings.get("device") == "gpu",
     )
 
 
@@ -150,9 +175,9 @@ def with_kept(step: Step, keep: Sequence[str]) -> Step:
     return Step(step.pass_name, settings)
 
 
-def prepared(parent: Build) -> ModelProto:
+def prepared(parent: Build, cache: Path) -> ModelProto:
     """Return the graph to quantise; layer names refer to this one."""
-    model = onnx_model.read(parent.artifact)
+    model = onnx_model.read(building.onnx_artifact(parent, cache))
     if onnx_model.opset(model) < MIN_OPSET:
         expected = f"expected at least {MIN_OPSET} (the pass onnx-graph converts it)"
         opset = onnx_model.opset(model)
@@ -173,9 +198,30 @@ def calibrate(
     )
 
 
-def layers(ready: ModelProto) -> list[NodeProto]:
+def check_on_gpu(after: Facts) -> list[str]:
+    """Check that the engine computes layers in INT8."""
+    found = after.built.get("fusion", "")
+    is_so = re.match(r"\d+ layers, [1-9]\d* in INT8", found)
+    return [] if is_so else [f"no layer computes in INT8: {found or 'nothing is fused'}"]
+
+
+def layers(ready: ModelProto, scheme: Scheme | None = None) -> list[NodeProto]:
+    """Return the layers that INT8 can make faster."""
     weights = onnx_model.constants(ready.graph)
-    return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
+    gain = [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
+    if scheme is None or not scheme.is_gpu:
+        return gain
+    return [node for node in gain if _suits_gpu(node, weights[node.input[1]].dims)]
+
+
+def _suits_gpu(node: NodeProto, dims: Sequence[int]) -> bool:
+    """Return whether a GPU's INT8 kernels take the layer: not depthwise nor dilated, of images, and
+    rows of a matmul in blocks."""
+    if node.op_type != "Conv":
+        return onnx_model.product_sides(node, dims)[0] % ROW_BYTES == 0
+    is_image = len(dims) == len(("out", "in", "height", "width"))
+    is_plain = onnx_model.attribute(node, "group", 1) == 1
+    return is_image and is_plain and set(onnx_model.attribute(node, "dilations", [1])) == {1}
 
 
 def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) -> ModelProto:
@@ -185,7 +231,7 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
     from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
     from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
-    names = {node.name for node in layers(ready)}
+    names = {node.name for node in layers(ready, scheme)}
     if unknown := sorted(set(scheme.keep) - names):
         raise ConfigError([f"keep: there is no layer '{each}'" for each in unknown])
     known = {
@@ -195,7 +241,9 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
     # ONNX cannot infer types behind a fused operator.
     options: dict[str, object] = {"DefaultTensorType": TensorProto.FLOAT}
     options |= {"MatMulConstBOnly": True, "WeightSymmetric": True}
-    if scheme.is_transformer:
+    if scheme.is_gpu:
+        options |= {"ActivationSymmetric": True}
+    if scheme.is_transformer or scheme.is_gpu:
         # The next operator computes in float, so quantising the output would gain nothing.
         options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
     quantizer = QDQQuantizer(
@@ -203,7 +251,7 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
         per_channel=scheme.per_channel,
         reduce_range=scheme.reduce_range,
         weight_qType=QuantType.QInt8,
-        activation_qType=QuantType.QUInt8,
+        activation_qType=QuantType.QInt8 if scheme.is_gpu else QuantType.QUInt8,
         tensors_range=TensorsData(CalibrationMethod.MinMax, known),
         nodes_to_quantize=_to_quantise(ready, names - set(scheme.keep), scheme),
         nodes_to_exclude=[],
@@ -212,14 +260,49 @@ def quantised(ready: ModelProto, ranges: Mapping[str, Range], scheme: Scheme) ->
     )
     with building.quiet_log():
         quantizer.quantize_model()
+    # New nodes are at the end, which ONNX Runtime takes, but ONNX does not allow.
+    quantizer.model.topological_sort()
     model: ModelProto = quantizer.model.model
+    if scheme.is_gpu:
+        _keep_sums_exact(model)
     return model
+
+
+def _keep_sums_exact(model: ModelProto) -> None:
+    """Let a layer add the residual to its own sums: take the rounding between them out."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    readers = Counter(name for node in model.graph.node for name in node.input)
+    removed = []
+    for node in model.graph.node:
+        if node.op_type != "Add":
+            continue
+        for position, name in enumerate(node.input):
+            undo = makers.get(name)
+            rounding = undo and makers.get(undo.input[0])
+            if rounding is None or undo is None or rounding.op_type != "QuantizeLinear":
+                continue
+            source = makers.get(rounding.input[0])
+            is_alone = readers[name] == readers[undo.input[0]] == readers[rounding.input[0]] == 1
+            if is_alone and source is not None and source.op_type in onnx_model.WEIGHTED:
+                node.input[position] = rounding.input[0]
+                removed += [rounding, undo]
+                break
+    for node in removed:
+        model.graph.node.remove(node)
 
 
 def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -> list[str]:
     """Return the matmuls and convolutions, and the operators between whose inputs are all INT8."""
     weights = onnx_model.constants(ready.graph)
     chosen = set(products)
+    if scheme.is_gpu:
+        # Sums of a layer's result and another tensor.
+        sums = {name for node in ready.graph.node if node.name in chosen for name in node.output}
+        for node in ready.graph.node:
+            is_tensor = all(name not in weights for name in node.input)
+            if node.op_type == "Add" and is_tensor and sums & set(node.input):
+                chosen.add(node.name)
+        return [node.name for node in ready.graph.node if node.name in chosen]
     makers = {name: node for node in ready.graph.node for name in node.output}
     for node in ready.graph.node:
         if node.op_type in onnx_model.WEIGHTED or node.op_type not in scheme.operators:
@@ -246,7 +329,8 @@ class LayerTrial:
         return self._answers(quantised(self.ready, self.ranges, replace(self.scheme, keep=keep)))
 
     def layers(self, seconds: Mapping[str, float] | None) -> list[fallback.WeightedLayer]:
-        known = [(node.name, node.op_type, _flops(self.ready, node)) for node in layers(self.ready)]
+        nodes = layers(self.ready, self.scheme)
+        known = [(node.name, node.op_type, _flops(self.ready, node)) for node in nodes]
         return fallback.with_costs(known, seconds)
 
     def on_most_different(self) -> LayerTrial:

@@ -1,6 +1,7 @@
 """Static INT8: built from ranges of the examples, read back, and layers kept in float by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from suites.onnx_models import (
 from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.examples import Examples, Split
-from penstock.optimizer.facts import file_facts, optimised_operators
+from penstock.optimizer.facts import Facts, file_facts, optimised_operators
 from penstock.optimizer.passes.int8_static import Int8Static
 
 PASS = Int8Static()
@@ -224,3 +225,44 @@ def test_the_same_file_is_for_openvino(tmp_path: Path) -> None:
     parent = build_of(cnn(), tmp_path / "m", config)
     made, _ = built(PASS, parent, proposed(parent)[0], tmp_path, examples_of(parent))
     assert made.config.backend == "openvino" and made.artifact.name == "model.onnx"
+
+
+def on_gpu(build: Build) -> Build:
+    return replace(build, config=build.config.on(["cuda"]))
+
+
+def test_on_a_gpu_only_the_inputs_of_layers_are_quantised_and_without_a_zero(
+    tmp_path: Path,
+) -> None:
+    parent = on_gpu(build_of(cnn(), tmp_path / "m"))
+    step = proposed(parent)[0]
+    assert step.settings["device"] == "gpu"
+    PASS.build(parent, step, tmp_path / "b" / "m", workshop(tmp_path, examples_of(parent)))
+    made = opened(tmp_path / "b" / "m")
+    assert made.config.options["penstock.dtype"] == "fp16"
+    model = onnx.load(made.artifact)
+    zeros = [
+        numpy_helper.to_array(each)
+        for each in model.graph.initializer
+        if each.name.endswith("zero_point")
+    ]
+    assert zeros
+    assert not any(each.any() for each in zeros)
+    rounded = {node.input[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    made_by = {name: node.op_type for node in model.graph.node for name in node.output}
+    # An image, and what a Relu or a Flatten gives: never the result of a layer.
+    assert {made_by.get(name, "input") for name in rounded} == {"input", "Relu", "Flatten"}
+    assert file_facts(made).weight_bytes["INT8"] > 0
+
+
+def test_on_a_gpu_a_build_without_layers_in_int8_is_caught() -> None:
+    step = Step("int8-static", {"device": "gpu"})
+    before = Facts("onnxruntime")
+    inside = Facts("onnxruntime", built={"fusion": "54 layers, 54 in INT8; batch 1: 54 triton"})
+    assert PASS.check(step, before, inside) == []
+    outside = Facts("onnxruntime", built={"fusion": "54 convolutions: 54 cudnn"})
+    assert PASS.check(step, before, outside) == [
+        "no layer computes in INT8: 54 convolutions: 54 cudnn"
+    ]
+    (problem,) = PASS.check(step, before, Facts("onnxruntime"))
+    assert problem == "no layer computes in INT8: nothing is fused"
