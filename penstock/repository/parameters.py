@@ -114,6 +114,7 @@ PARAMETERS = (
     *_texts("", "batching.md", "slo env pad pad_buckets"),
     *_texts("", "backends.md", "preprocess model_inputs postprocess model_outputs"),
     *_texts("pytorch", "backends.md", _OF_PYTORCH),
+    *_texts("tensorrt", "backends.md", "cuda_graphs"),
     *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in OF_ONNX),
     *_texts(LLM, "llm.md", _OF_LLM),
 )
