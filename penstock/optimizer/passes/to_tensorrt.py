@@ -78,6 +78,8 @@ class ToTensorRt(Pass):
 
 def _reason_against(config: ModelConfig) -> str:
     """Return why no plan can be built for these tensors; empty if one can."""
+    if "penstock.fixed_inputs" in config.options:
+        return "penstock.fixed_inputs: a plan has no fixed inputs"
     tensors = (*config.inputs, *config.outputs)
     if texts := [spec.name for spec in tensors if spec.datatype in ("BYTES", "FP64")]:
         return f"'{texts[0]}' has a datatype that it does not take"
