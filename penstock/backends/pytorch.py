@@ -12,6 +12,7 @@ convolutions, `torch_packing` runs encoders without padding, `torch_cuda` captur
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import io
 import warnings
@@ -37,7 +38,7 @@ from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
-from penstock.repository import onnx_file, pt2_file
+from penstock.repository import manifest, onnx_file, pt2_file
 from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.units import quoted
@@ -780,14 +781,32 @@ def by_name(answer: object, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
     return found
 
 
+def read_compiled(config: ModelConfig) -> bytes | None:
+    """Return the compiler's cache of this version if it may be loaded: it holds code. Beside
+    module.py, which is code too, it is. An ONNX file is only data, so there the version's manifest
+    must have the cache's digest: then it was committed by `optimize`. Never beside a .pt2."""
+    path = Path(config.artifact).parent / COMPILED
+    if not path.is_file() or not config.artifact.endswith((".py", ONNX)):
+        return None
+    content = path.read_bytes()
+    if config.artifact.endswith(".py"):
+        return content
+    version = Path(config.manifest).parent
+    found = manifest.read(version) if config.manifest else None
+    if found is None or not path.resolve().is_relative_to(version.resolve()):
+        return None
+    entry = found.files.get(path.resolve().relative_to(version.resolve()).as_posix())
+    is_listed = entry is not None and entry.sha256 == hashlib.sha256(content).hexdigest()
+    return content if is_listed else None
+
+
 def _load_compiled(config: ModelConfig) -> str:
     """Load the compiler's cache of this version; return what was found, in words."""
-    path = Path(config.artifact).parent / COMPILED
-    # The cache holds code, as module.py does. A .pt2 is only data, so no cache is read beside it.
-    if not path.is_file() or not config.artifact.endswith(".py"):
+    content = read_compiled(config)
+    if content is None:
         return "nothing"
     try:
-        found = torch.compiler.load_cache_artifacts(path.read_bytes())
+        found = torch.compiler.load_cache_artifacts(content)
     except Exception as error:  # From another torch, or truncated: compile again.
         return f"nothing that can be used: {first_line(error)}"
     return f"{sum(map(len, found.artifacts.values()))} parts" if found is not None else "nothing"

@@ -1,5 +1,6 @@
 """ONNX files on the PyTorch engine: answers, options, refusals, and the way back to the CPU."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from suites.backend import model_config
 from penstock.backends import GPU_FALLBACK, Batch, Runner, backend
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
+from penstock.repository.manifest import FileEntry, Manifest
 from penstock.types import Array, TensorSpec
 
-pytest.importorskip("torch")
+read_compiled = pytest.importorskip("penstock.backends.pytorch").read_compiled
 
 
 def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -352,3 +354,48 @@ class TestFixedInputs:
     def test_without_it_the_option_is_not_needed_elsewhere(self, path: Path) -> None:
         with pytest.raises(ConfigError, match="its condition is not a constant"):
             backend("pytorch")(self.config(path, "", self.X, self.RATE))
+
+
+class TestCompilersCache:
+    """The cache of torch.compile holds code; an ONNX file does not."""
+
+    @pytest.fixture
+    def version(self, config: ModelConfig) -> Path:
+        folder = Path(config.artifact).parent
+        (folder / "compiled.bin").write_bytes(b"code")
+        return folder
+
+    def listed(self, config: ModelConfig, content: bytes) -> ModelConfig:
+        entry = FileEntry(len(content), hashlib.sha256(content).hexdigest())
+        folder = Path(config.artifact).parent
+        manifest = Manifest(1, "now", {"compiled.bin": entry})
+        (folder / "manifest.json").write_bytes(manifest.encode())
+        return replace(config, manifest=str(folder / "manifest.json"))
+
+    def test_is_read_if_the_manifest_has_its_digest(self, config, version) -> None:
+        assert read_compiled(self.listed(config, b"code")) == b"code"
+
+    def test_is_not_read_without_a_manifest(self, config, version) -> None:
+        assert read_compiled(config) is None
+        # One that the server has not read and checked does not count.
+        self.listed(config, b"code")
+        assert read_compiled(config) is None
+
+    def test_is_not_read_if_it_was_changed_or_added(self, config, version) -> None:
+        assert read_compiled(self.listed(config, b"other")) is None
+        (version / "manifest.json").write_bytes(Manifest(1, "now", {}).encode())
+        manifest = str(version / "manifest.json")
+        assert read_compiled(replace(config, manifest=manifest)) is None
+
+    def test_a_link_out_of_the_version_is_not_read(self, config, version, tmp_path_factory) -> None:
+        elsewhere = tmp_path_factory.mktemp("elsewhere") / "compiled.bin"
+        elsewhere.write_bytes(b"code")
+        (version / "compiled.bin").unlink()
+        (version / "compiled.bin").symlink_to(elsewhere)
+        assert read_compiled(self.listed(config, b"code")) is None
+
+    @pytest.mark.parametrize(("name", "is_read"), [("module.py", True), ("model.pt2", False)])
+    def test_beside_code_and_exported_programs(self, config, version, name, is_read) -> None:
+        other = replace(config, artifact=str(version / name))
+        assert (read_compiled(other) == b"code") == is_read
+        assert (read_compiled(self.listed(other, b"code")) == b"code") == is_read
