@@ -18,6 +18,7 @@ from pathlib import Path
 
 import onnx
 import onnx.inliner
+import onnx.version_converter
 import torch
 from onnx import GraphProto, ModelProto, NodeProto, helper
 from torch import fx, nn
@@ -143,7 +144,7 @@ def import_model(
 
 def _inlined(model: ModelProto) -> ModelProto:
     """Replace functions of the model, and operators that are known only as functions of others."""
-    _check_opset(model)
+    model = _supported(model)
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     unknown = sorted(
@@ -165,15 +166,21 @@ def _inlined(model: ModelProto) -> ModelProto:
     return expanded
 
 
-def _check_opset(model: ModelProto) -> None:
+def _supported(model: ModelProto) -> ModelProto:
+    """Return the model in an operator set whose meaning the tables have."""
     version = _opsets(model).get("", NEWEST)
-    if not OLDEST <= version <= NEWEST:
-        raise ConfigError(
-            [
-                f"the model has operator set {version}; expected {OLDEST} to {NEWEST} "
-                "(onnx.version_converter changes it)"
-            ]
-        )
+    if OLDEST <= version <= NEWEST:
+        return model
+    problem = f"the model has operator set {version}"
+    if version > NEWEST:
+        raise ConfigError([f"{problem}; expected at most {NEWEST}"])
+    try:
+        converted: ModelProto = onnx.version_converter.convert_version(model, OLDEST)
+    except Exception as error:  # The converter raises many types.
+        # An assertion has its place in the source before the reason.
+        reason = first_line(error).rpartition(" failed: ")[2].replace("Version $", "operator set ")
+        raise ConfigError([f"{problem}, and onnx cannot convert it: {reason}"]) from None
+    return converted
 
 
 def _opsets(model: ModelProto) -> dict[str, int]:
