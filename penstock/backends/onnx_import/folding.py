@@ -28,6 +28,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT_NUMBERS = (1, 10, 11, 16)
 INTEGER_OPERATORS = {
     "ConvInteger",
+    "DynamicQuantizeLSTM",
     "DynamicQuantizeLinear",
     "DynamicQuantizeMatMul",
     "MatMulInteger",
