@@ -39,7 +39,7 @@ def _source(
         return torch.zeros_like(at)
     whole = (at + 0.5) / scale
     if mode == "half_pixel_symmetric":
-        # In the order and precision of ONNX Runtime: positions halfway between two round either way.
+        # In the order and precision of ONNX Runtime, as positions between two round either way.
         adjusted = np.float32(n_out) / (np.float32(scale) * np.float32(n_in))
         return float(np.float32(n_in / 2) * (1 - adjusted)) + whole - 0.5
     return whole - 0.5

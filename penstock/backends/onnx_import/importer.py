@@ -85,6 +85,8 @@ SWAPPED = ("Add", "Mul")
 HOST = "penstock_host"
 # Keys of whether it runs on the host, and of its result's rank, if that is known.
 ON_HOST, RANK = "penstock_on_host", "penstock_rank"
+# Key of ONNX's number of its result's datatype, if that is known.
+DTYPE = "penstock_dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ def _has_body(node: NodeProto, opsets: Mapping[str, int]) -> bool:
 
 
 @cache
-def _parameters(compute: Compute) -> frozenset[str]:
+def parameter_names(compute: Compute) -> frozenset[str]:
     """Return the names of a function's parameters; `**` if it takes any."""
     try:
         found = inspect.signature(compute).parameters.values()
@@ -363,7 +365,7 @@ class _Flattener:
             self.steps.append(step)
 
     def _attributes(self, node: NodeProto, operator: OnnxOperator) -> Attributes:
-        known = _parameters(operator.compute)
+        known = parameter_names(operator.compute)
         found: Attributes = {}
         for attribute in node.attribute:
             value = _attribute_value(attribute)
@@ -501,6 +503,7 @@ class _Emitter:
         for name in self.flat.inputs:
             node = self.graph.placeholder(f"input_{len(self._nodes)}")
             node.meta[RANK] = self.flat.ranks.get(name)
+            node.meta[DTYPE] = self.flat.dtypes.get(name)
             self._nodes[name] = node
         self.root.register_buffer("anchor", torch.empty(0), persistent=False)
         anchor = self.graph.get_attr("anchor")
@@ -537,6 +540,7 @@ class _Emitter:
         for number, name in enumerate(step.outputs):
             if name:
                 self._nodes[name] = self.graph.call_function(_item, (made, number))
+                self._nodes[name].meta[DTYPE] = self.flat.dtypes.get(name)
 
     def _read_constants(self, step: GraphStep) -> list[torch.Tensor | int | None]:
         """Return the constants among the inputs; for others their rank, if that is known."""
@@ -548,12 +552,13 @@ class _Emitter:
         if step.op_type in SWAPPED and not isinstance(arguments[0], fx.Node):
             arguments.reverse()
         attributes = dict(step.attributes)
-        if "device" in _parameters(step.operator.compute) and not is_host:
+        if "device" in parameter_names(step.operator.compute) and not is_host:
             attributes["device"] = self.graph.call_function(device_of, (self._nodes[""],))
         made = self.graph.call_function(wide(step, self.flat.dtypes), tuple(arguments), attributes)
         made.meta[HOST] = () if is_host else step.operator.host
         made.meta[ON_HOST] = is_host
         made.meta[RANK] = self.flat.ranks.get(step.outputs[0])
+        made.meta[DTYPE] = self.flat.dtypes.get(step.outputs[0])
         return made
 
     def _argument(self, step: GraphStep, position: int, is_host: bool) -> object:

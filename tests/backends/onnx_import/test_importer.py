@@ -327,3 +327,67 @@ def test_two_branches_may_use_the_same_names() -> None:
         helper.make_node("Sub", ["one", "other"], ["y"]),
     ]
     same_as_onnx_runtime(make(nodes, {"x": [3]}), numbers(3))
+
+
+def by_onnx_runtime(model: onnx.ModelProto, x: Array) -> Array:
+    model.ir_version = 8
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x})
+    return found
+
+
+EMPTY = np.zeros((0, 3), np.float32)
+RARE: dict[str, tuple[onnx.NodeProto, Array, dict[str, Array]]] = {
+    "mean of nothing": (
+        helper.make_node("ReduceMean", ["x", "w"], ["y"]),
+        EMPTY,
+        {"w": np.array([0], np.int64)},
+    ),
+    "exclusive sum of nothing": (
+        helper.make_node("CumSum", ["x", "w"], ["y"], exclusive=1),
+        EMPTY,
+        {"w": np.array(0, np.int64)},
+    ),
+    "a repeated number": (
+        helper.make_node("Tile", ["x", "w"], ["y"]),
+        np.array(2, np.float32),
+        {"w": np.zeros(0, np.int64)},
+    ),
+    "a small kernel": (
+        helper.make_node("ConvTranspose", ["x", "w"], ["y"], auto_pad="SAME_UPPER", strides=[3]),
+        np.ones((1, 2, 4), np.float32),
+        {"w": np.ones((2, 1, 2), np.float32)},
+    ),
+    "a position between two": (
+        helper.make_node(
+            "Resize",
+            ["x", "", "w"],
+            ["y"],
+            mode="nearest",
+            nearest_mode="floor",
+            coordinate_transformation_mode="half_pixel_symmetric",
+        ),
+        np.arange(3, dtype=np.float32).reshape(1, 1, 3),
+        {"w": np.array([1, 1, 1.5], np.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_rare_cases_are_those_of_onnx_runtime(name: str) -> None:
+    node, x, weights = RARE[name]
+    sizes = [f"n{axis}" for axis in range(x.ndim)]
+    model = make([node], {"x": sizes}, weights=weights, opset=19)
+    (found,) = import_model(model).module(torch.from_numpy(x))
+    expected = by_onnx_runtime(model, x)
+    assert found.shape == expected.shape
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_no_rows_keep_the_other_sizes() -> None:
+    """Folding writes a shape of the batch size as [0, -1]: copied, and worked out."""
+    node = helper.make_node("Reshape", ["x", "w"], ["y"])
+    model = make([node], {"x": ["n", 2, 3]}, weights={"w": np.array([0, -1], np.int64)})
+    for rows in (0, 4):
+        (found,) = import_model(model).module(torch.ones(rows, 2, 3))
+        assert found.shape == (rows, 6)
