@@ -178,7 +178,8 @@ class TensorRtPlan(torch.nn.Module):  # type: ignore[misc]
             raise BackendFailed(f"TensorRT: no execution context: {self.messages.take()}")
         context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
         stream = stream_handle(self._memory.device)
-        if number and not context.set_optimization_profile_async(number, stream):
+        # Only the first context of an engine begins with a profile.
+        if not context.set_optimization_profile_async(number, stream):
             raise BackendFailed(f"TensorRT: profile {number}: {self.messages.take()}")
         return context
 
