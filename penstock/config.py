@@ -51,8 +51,10 @@ HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {TOKEN_CLASSIFIER: (OFFSETS,)}
 PREPROCESS_BACKEND = "preprocess"
 # The option to run a model's layers over concatenated tokens, without padding.
 PACK, TOKENS = "penstock.pack", "tokens"
+# Triton's names of backends, where they differ from ours.
+PLATFORM_NAMES = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 # Backends that start a batch on a GPU while earlier ones are still running there.
-AHEAD = ("pytorch", "null")
+AHEAD = ("pytorch", "tensorrt", "null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +384,7 @@ class ModelConfig:
 
     @property
     def platform(self) -> str:
-        return "onnxruntime_onnx" if self.backend == "onnxruntime" else self.backend
+        return PLATFORM_NAMES.get(self.backend, self.backend)
 
 
 @dataclass(frozen=True, slots=True)

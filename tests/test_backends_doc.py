@@ -47,7 +47,7 @@ def test_every_backend_has_a_section_and_a_row():
     assert set(rows) == set(backends.NAMES)
 
 
-@pytest.mark.parametrize("section", ["onnxruntime", "openvino", "pytorch"])
+@pytest.mark.parametrize("section", ["onnxruntime", "openvino", "pytorch", "tensorrt"])
 def test_options_are_those_that_the_code_reads(section):
     documented = options(section)
     named = {name for name in documented if "<" not in name}

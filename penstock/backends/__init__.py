@@ -17,9 +17,13 @@ from penstock.errors import ConfigError
 from penstock.types import Array, Parameter, TensorSpec
 
 # Each is a module of this folder.
-NAMES = ("null", "onnxruntime", "openvino", "preprocess", "python", "pytorch")
-# Extras of `pip install "penstock[...]"` that they need.
-EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
+NAMES = ("null", "onnxruntime", "openvino", "preprocess", "python", "pytorch", "tensorrt")
+# What `pip install` needs for them.
+PACKAGES: Mapping[str, str] = {
+    "openvino": '"penstock[openvino]"',
+    "pytorch": '"penstock[torch]"',
+    "tensorrt": '"penstock[torch]" tensorrt',
+}
 # File in a version's folder: the compiled model.
 COMPILED = "compiled.bin"
 # Key in `Runner.built` of the peak GPU memory of a runner, in bytes, without the driver's overhead
@@ -164,8 +168,8 @@ def backend(name: str) -> LoadRunner:
         load: LoadRunner = importlib.import_module(f"{__name__}.{name}").load
     except ModuleNotFoundError as error:
         problem = f"backend: '{name}' needs the package '{error.name}', which is not installed"
-        if name in EXTRAS:
-            problem += f'; pip install "penstock[{EXTRAS[name]}]" brings it'
+        if name in PACKAGES:
+            problem += f"; pip install {PACKAGES[name]} brings it"
         raise ConfigError(problem) from error
 
     def load_whole(config: ModelConfig) -> Runner:

@@ -12,13 +12,14 @@ convolutions, `torch_packing` runs encoders without padding, `torch_cuda` captur
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import io
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,16 +33,16 @@ from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_int8 import quantised_inputs
-from penstock.backends.torch_onnx import load_graph, torch_type
+from penstock.backends.torch_onnx import load_graph, read_fixed, torch_type
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
-from penstock.repository import onnx_file, pt2_file
+from penstock.repository import manifest, onnx_file, pt2_file
 from penstock.repository.signature import Signature
-from penstock.types import DATATYPES, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.units import quoted
 
 # Configuration of a Hugging Face folder.
@@ -111,6 +112,8 @@ class LoadedModule:
     fusion: Fusion | None = None
     # Inputs that keep their datatype: layers quantise them.
     uncast: frozenset[str] = frozenset()
+    # Values of inputs that are constants of the module.
+    fixed: Mapping[str, Array] = field(default_factory=dict)
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> object:
         return self.module(
@@ -197,9 +200,10 @@ class TorchRunner(Runner):
         return "pt2" if self._loaded.code is None else "module.py"
 
     def start(self, batch: Batch) -> Execution:
+        given = self._variable(batch)
         with torch.inference_mode():
             if self.pipeline is not None:
-                inputs = {name: self._view(name, alias(a)) for name, a in batch.inputs.items()}
+                inputs = {name: self._view(name, alias(a)) for name, a in given.items()}
                 num_rows = batch.num_rows if self._config.max_batch_size else None
                 num_run = self._num_rows(batch)
                 self._num_tokens = self._token_budget(batch, num_run)
@@ -208,7 +212,7 @@ class TorchRunner(Runner):
             # one pass over the memory, of which a model makes many.
             inputs = {
                 name: self._view(name, torch.from_numpy(array.copy()))
-                for name, array in batch.inputs.items()
+                for name, array in given.items()
             }
             self._num_tokens = self._token_budget(batch, batch.num_rows)
             values = self._compute(inputs)
@@ -247,6 +251,7 @@ class TorchRunner(Runner):
 
     def rehearsals(self, batch: Batch) -> Iterator[Batch]:
         """Yield warm-up batches: a packed model needs one for each token count with a graph."""
+        batch = replace(batch, inputs=self._with_fixed(batch.inputs))
         if self._packing is None:
             yield batch
             return
@@ -257,6 +262,23 @@ class TorchRunner(Runner):
             batch.inputs[name], is_captured=is_captured, max_tokens=most, full=full
         ):
             yield Batch({**batch.inputs, name: mask}, batch.num_rows, batch.requests)
+
+    def _with_fixed(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: self._loaded.fixed.get(name, array) for name, array in inputs.items()}
+
+    def _variable(self, batch: Batch) -> Mapping[str, Array]:
+        """Return the inputs that the module takes. Raise BackendFailed if one that is fixed has
+        another value."""
+        fixed = self._loaded.fixed
+        if not fixed:
+            return batch.inputs
+        for name, value in fixed.items():
+            got = batch.inputs.get(name, value)
+            if not np.array_equal(got, value):
+                why = "the model was loaded for that value (parameters.penstock.fixed_inputs)"
+                expected = f"{got.tolist()}, expected {value.tolist()}"
+                raise BackendFailed(f"input '{name}': {expected}: {why}")
+        return {name: array for name, array in batch.inputs.items() if name not in fixed}
 
     def _token_budget(self, batch: Batch, num_run: int) -> int:
         """Return the token count to run a packed model's batch as; 0 for other models."""
@@ -349,7 +371,7 @@ class TorchRunner(Runner):
                 for spec, shape in zip(config.inputs, _first_shapes(config), strict=True)
             }
             self._num_graphs_before = _num_graphs()
-            self.start(Batch(zeros, max(1, rows)))
+            self.start(Batch(self._with_fixed(zeros), max(1, rows)))
         except Exception as error:  # The compiler raises many types, and so may the model.
             raise ConfigError(
                 f"parameters.penstock.compile: fails on a batch of zeros: {first_line(error)}"
@@ -537,14 +559,19 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
 
 def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     signature = onnx_file.read_signature(Path(config.artifact))
-    check_signature(config, signature.inputs, signature.outputs)
+    fixed = read_fixed(config, signature.inputs)
+    declared = {spec.name for spec in config.inputs}
+    # Clients send a fixed input only if the configuration declares it.
+    inputs = tuple(s for s in signature.inputs if s.name in declared or s.name not in fixed)
+    check_signature(config, inputs, signature.outputs)
     tuner = open_tuner(config)
-    graph = load_graph(config, options.dtype, tuner)
+    graph = load_graph(config, options.dtype, fixed, tuner)
     if graph.int8:
         # The layers between those in INT8 are fused with the same kernels.
         options = replace(options, is_fused=True)
+    signature = replace(signature, inputs=inputs)
     uncast = quantised_inputs(graph.module, graph.inputs)
-    loaded = LoadedModule(graph.module, graph.inputs, (), signature, uncast=uncast)
+    loaded = LoadedModule(graph.module, graph.inputs, (), signature, fixed=fixed, uncast=uncast)
     return _place_module(loaded, config, options, tuner)
 
 
@@ -767,14 +794,32 @@ def by_name(answer: object, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
     return found
 
 
+def read_compiled(config: ModelConfig) -> bytes | None:
+    """Return the compiler's cache of this version if it may be loaded: it holds code. Beside
+    module.py, which is code too, it is. An ONNX file is only data, so there the version's manifest
+    must have the cache's digest: then it was committed by `optimize`. Never beside a .pt2."""
+    path = Path(config.artifact).parent / COMPILED
+    if not path.is_file() or not config.artifact.endswith((".py", ONNX)):
+        return None
+    content = path.read_bytes()
+    if config.artifact.endswith(".py"):
+        return content
+    version = Path(config.manifest).parent
+    found = manifest.read(version) if config.manifest else None
+    if found is None or not path.resolve().is_relative_to(version.resolve()):
+        return None
+    entry = found.files.get(path.resolve().relative_to(version.resolve()).as_posix())
+    is_listed = entry is not None and entry.sha256 == hashlib.sha256(content).hexdigest()
+    return content if is_listed else None
+
+
 def _load_compiled(config: ModelConfig) -> str:
     """Load the compiler's cache of this version; return what was found, in words."""
-    path = Path(config.artifact).parent / COMPILED
-    # The cache holds code, as module.py does. A .pt2 is only data, so no cache is read beside it.
-    if not path.is_file() or not config.artifact.endswith(".py"):
+    content = read_compiled(config)
+    if content is None:
         return "nothing"
     try:
-        found = torch.compiler.load_cache_artifacts(path.read_bytes())
+        found = torch.compiler.load_cache_artifacts(content)
     except Exception as error:  # From another torch, or truncated: compile again.
         return f"nothing that can be used: {first_line(error)}"
     return f"{sum(map(len, found.artifacts.values()))} parts" if found is not None else "nothing"

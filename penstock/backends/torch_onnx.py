@@ -3,8 +3,11 @@ cast."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from penstock.backends.onnx_import.folding import Sample, fold_shapes, retype
@@ -12,9 +15,9 @@ from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
 from penstock.backends.torch_int8 import quantise_graph
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, first_line
 from penstock.kernels.convolution import Tuner
-from penstock.types import DATATYPES, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
 
 # Sizes for which shapes are worked out: each dynamic size varies by itself, while the others keep
 # their first value. A value that is the same for all sizes becomes a constant.
@@ -24,18 +27,72 @@ LENGTHS = (37, 2, 33, 34, 64, 101, 515, 2051)
 APART = 6
 # Names of the batch size, and of lengths that are padded to buckets.
 BATCH, BUCKET = "batch size", "bucket"
+# Option with the values of inputs that are constants of the model.
+FIXED = "penstock.fixed_inputs"
 ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
 
 
+def read_fixed(config: ModelConfig, inputs: Sequence[TensorSpec]) -> dict[str, Array]:
+    """Return the values of inputs that the configuration fixes: "sr=16000, k=3", or a JSON object
+    for values with several numbers. Raise ConfigError with all problems."""
+    text = config.options.get(FIXED, "").strip()
+    if not text:
+        return {}
+    specs = {spec.name: spec for spec in inputs}
+    values, problems = {}, []
+    try:
+        given = json.loads(text) if text.startswith("{") else dict(_pairs(text))
+    except ValueError:
+        expected = 'expected "name=number, …" or a JSON object'
+        raise ConfigError(f"parameters.{FIXED}: '{text}': {expected}") from None
+    for name, value in given.items():
+        if name not in specs:
+            problems.append(f"'{name}': the model has only {', '.join(specs)}")
+        elif config.max_batch_size and name in {spec.name for spec in config.inputs}:
+            problems.append(f"'{name}': with batches, leave it out of `input`")
+        else:
+            try:
+                values[name] = _fixed_value(specs[name], value)
+            except (ValueError, TypeError, OverflowError) as error:
+                problems.append(f"'{name}': {first_line(error)}")
+    if problems:
+        raise ConfigError([f"parameters.{FIXED}: {problem}" for problem in problems])
+    return values
+
+
+def _pairs(text: str) -> Iterator[tuple[str, object]]:
+    for part in text.split(","):
+        name, _, value = part.rpartition("=")
+        yield name.strip(), json.loads(value)
+
+
+def _fixed_value(spec: TensorSpec, value: object) -> Array:
+    """Return the value as the input's datatype and shape; one number fills all its elements."""
+    if spec.datatype in ("BYTES", "BF16"):
+        raise ValueError(f"{spec.datatype} cannot be fixed")
+    found = np.array(value)
+    kind = DATATYPES[spec.datatype].numpy
+    if found.dtype.kind not in "biuf" or not np.array_equal(found.astype(kind), found):
+        raise ValueError(f"{value} is not {spec.datatype}")
+    shape = spec.shape if found.ndim == 0 and spec.is_fixed else found.shape
+    if not shape_fits(shape, spec.shape):
+        raise ValueError(f"shape {list(shape)} does not fit {list(spec.shape)}")
+    return np.broadcast_to(found.astype(kind), shape).copy()
+
+
 def load_graph(
-    config: ModelConfig, dtype: torch.dtype | None, tuner: Tuner | None = None
+    config: ModelConfig,
+    dtype: torch.dtype | None,
+    fixed: Mapping[str, Array] | None = None,
+    tuner: Tuner | None = None,
 ) -> ImportedGraph:
     """Import the model's file; `tuner` chooses the kernels of layers in INT8. Raise ConfigError
     naming what this engine does not have, and what to do instead."""
     batch = (-1,) if config.max_batch_size else ()
     sizes = {spec.name: (*batch, *spec.shape) for spec in config.inputs}
     try:
-        graph = import_file(Path(config.artifact), sizes=sizes)
+        constants = {name: torch.from_numpy(value) for name, value in (fixed or {}).items()}
+        graph = import_file(Path(config.artifact), constants, sizes)
     except ConfigError as error:
         name = Path(config.artifact).name
         problems = [f"{config.version}/{name}: {problem}" for problem in error.problems]

@@ -69,7 +69,10 @@ ISA = (
     *("asimddp", "i8mm", "bf16"),
 )
 # In addition to those that a load test reports.
-PACKAGES = ("onnx", "onnxscript", "transformers", "tokenizers", "safetensors")
+PACKAGES = (
+    *("onnx", "onnxscript", "transformers", "tokenizers", "safetensors"),
+    *("tensorrt", "tensorrt-cu12", "tensorrt-cu13"),
+)
 
 # Long enough for the clock to ramp up: probes of 25 ms differed by 14 % on a quiet machine (16
 # cores, 2026-11).

@@ -94,7 +94,22 @@ class Package(msgspec.Struct, tag="package"):
     path: str
 
 
-Question = PrepareTrial | LoadTrial | Inspect | Compute | Hold | Measure | Keep | Package
+class BuildPlan(msgspec.Struct, tag="plan"):
+    """Build a TensorRT plan from an ONNX file; nothing is loaded for anything else."""
+
+    source: str
+    target: str
+    device: str
+    # Smallest, usual and largest shape of each input with variable sizes.
+    profile: dict[str, tuple[list[int], list[int], list[int]]]
+    allows_tf32: bool
+    # File with measurements of earlier builds; it is written anew.
+    timing_cache: str
+
+
+Question = (
+    PrepareTrial | LoadTrial | Inspect | Compute | Hold | Measure | Keep | Package | BuildPlan
+)
 
 
 class TrialDone(msgspec.Struct, tag="done"):
@@ -235,6 +250,21 @@ def package(question: Package) -> None:
         loaded.close()
 
 
+def build_plan(question: BuildPlan) -> None:
+    # First, as it says what is missing.
+    backend("tensorrt")
+    from penstock.backends import tensorrt
+
+    tensorrt.build_plan(
+        Path(question.source),
+        Path(question.target),
+        device=question.device,
+        profiles=[question.profile] if question.profile else [],
+        allows_tf32=question.allows_tf32,
+        timing_cache=Path(question.timing_cache),
+    )
+
+
 def _only(execution: Execution) -> Outputs | PerRequest:
     answers = list(execution.wait())
     if len(answers) != 1:
@@ -293,6 +323,9 @@ class Child:
                 return TrialLoaded(self.trial.proof, self.trial.load_s)
             case Package():
                 package(question)
+                return TrialDone()
+            case BuildPlan():
+                build_plan(question)
                 return TrialDone()
         assert self.trial is not None, "nothing is loaded"
         match question:

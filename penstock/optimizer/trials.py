@@ -114,6 +114,13 @@ def compile_ahead(config: ModelConfig, path: Path, timeout_s: float) -> None:
         child.expect(messages.TrialDone)
 
 
+def build_plan(config: ModelConfig, question: messages.BuildPlan, timeout_s: float) -> None:
+    """Build a TensorRT plan in a separate process. TookTooLong after the timeout."""
+    with TrialProcess(config, timeout_s) as child:
+        child.send(question)
+        child.expect(messages.TrialDone)
+
+
 def answers(
     build: Build, rows: Sequence[Row], told: Told | None = None, rules: TrialLimits = NO_LIMITS
 ) -> list[dict[str, Array]]:

@@ -82,7 +82,8 @@ NOT_SERVED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (".plan", ".engine"),
-        "TensorRT engines are not served; give the ONNX file that it was built from",
+        "a TensorRT plan does not tell its tensors; put it into a model's folder as 1/model.plan "
+        "and declare them in config.pbtxt",
     ),
     ".pbtxt": "the configuration of a model; give the folder that holds it",
     **dict.fromkeys((".zip", ".tar", ".gz"), "an archive; unpack it and give what is in it"),

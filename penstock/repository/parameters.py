@@ -93,9 +93,8 @@ def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
 
 _OF_PYTORCH = "factory compile dtype memory_format fuse cuda_graphs pack fp8"
 # ONNX files have them on a GPU, where the PyTorch engine runs them.
-OF_ONNX = tuple(
-    PREFIX + name for name in ["compile", "dtype", "memory_format", "fuse", "cuda_graphs"]
-)
+_OF_ONNX = "compile dtype memory_format fuse cuda_graphs fixed_inputs"
+OF_ONNX = tuple(PREFIX + name for name in _OF_ONNX.split())
 _OF_LLM = (
     "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "
     "random_weights text_timeout_s parse_special_tokens follow_links threads tpot_ms ttft_ms"
@@ -114,6 +113,7 @@ PARAMETERS = (
     *_texts("", "batching.md", "slo env pad pad_buckets"),
     *_texts("", "backends.md", "preprocess model_inputs postprocess model_outputs"),
     *_texts("pytorch", "backends.md", _OF_PYTORCH),
+    *_texts("tensorrt", "backends.md", "cuda_graphs"),
     *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in OF_ONNX),
     *_texts(LLM, "llm.md", _OF_LLM),
 )

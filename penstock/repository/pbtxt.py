@@ -24,6 +24,7 @@ from penstock.config import (
     EACH_GPU,
     LLM,
     MAX_INSTANCES,
+    PLATFORM_NAMES,
     STAGES,
     BatchPolicy,
     ModelConfig,
@@ -54,6 +55,7 @@ FILES = {
     # TorchScript last: it is refused, with advice.
     "pytorch": ("model.pt2", "module.py", "model.pt"),
     "openvino": ("model.xml", "model.onnx"),
+    "tensorrt": ("model.plan",),
     # A Hugging Face folder's configuration; weights and tokenizer are beside it.
     LLM: ("model.gguf", "config.json"),
 }
@@ -75,14 +77,13 @@ EXAMPLE = (
     'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
 )
-PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
-PLATFORM_NAMES = {backend: platform for platform, backend in PLATFORMS.items()}
+PLATFORMS = {platform: backend for backend, platform in PLATFORM_NAMES.items()}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
 # Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
-GPU_BACKENDS = frozenset({"onnxruntime", "pytorch", "null", LLM})
+GPU_BACKENDS = frozenset({"onnxruntime", "pytorch", "tensorrt", "null", LLM})
 # Backends that use a GPU by default.
-AUTO_BACKENDS = frozenset({"pytorch", LLM})
+AUTO_BACKENDS = frozenset({"pytorch", "tensorrt", LLM})
 # Refused as a whole; fields of inputs and outputs are checked one by one.
 UNSUPPORTED = tuple(
     path for path in sorted(pbtxt_fields.REFUSED) if not path.startswith(("input.", "output."))

@@ -49,10 +49,10 @@ REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {
     "runtime": "the backend chooses its library",
-    "input.is_shape_tensor": "only TensorRT has shape tensors",
-    "input.is_non_linear_format_io": "only TensorRT has such formats",
-    "output.is_shape_tensor": "only TensorRT has shape tensors",
-    "output.is_non_linear_format_io": "only TensorRT has such formats",
+    "input.is_shape_tensor": "a plan says so itself, and is refused",
+    "input.is_non_linear_format_io": "a plan says so itself, and is refused",
+    "output.is_shape_tensor": "a plan says so itself, and is refused",
+    "output.is_non_linear_format_io": "a plan says so itself, and is refused",
     "optimization.graph": "see the backend's own parameters for graph optimisations",
     "optimization.priority": "set priorities of requests in dynamic_batching",
     "optimization.cuda": "for CUDA graphs set parameters.penstock.cuda_graphs",
@@ -60,7 +60,7 @@ REASONS = {
     "optimization.eager_batching": "batches are formed while the instances compute",
     "instance_group.rate_limiter": "every idle instance takes the next batch",
     "instance_group.secondary_devices": "an instance has one device",
-    "instance_group.profile": "only TensorRT has optimisation profiles",
+    "instance_group.profile": "the first profile that allows a batch is used",
     "instance_group.passive": "every instance takes batches",
     "instance_group.host_policy": "instances run on any core and memory node",
     "cc_model_filenames": "the same file is loaded for every GPU",

@@ -1,5 +1,6 @@
 """ONNX files on the PyTorch engine: answers, options, refusals, and the way back to the CPU."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from suites.backend import model_config
 
 from penstock.backends import GPU_FALLBACK, Batch, Runner, backend
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import BackendFailed, ConfigError
+from penstock.repository.manifest import FileEntry, Manifest
 from penstock.types import Array, TensorSpec
 
-pytest.importorskip("torch")
+read_compiled = pytest.importorskip("penstock.backends.pytorch").read_compiled
 
 
 def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -266,3 +268,134 @@ def test_a_model_that_asks_for_a_gpu_is_refused_without(
 ) -> None:
     with pytest.raises(ConfigError, match="device: 'cuda:7' cannot be used"):
         backend("onnxruntime")(replace(config, backend="onnxruntime", device="cuda:7"))
+
+
+class TestFixedInputs:
+    """A branch that an input chooses, as Silero VAD's `sr` does."""
+
+    X, RATE = TensorSpec("x", "FP32", (-1, 8)), TensorSpec("sr", "INT64", ())
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        branches = []
+        for name, factor in (("then", 2.0), ("else", 3.0)):
+            weight = numpy_helper.from_array(np.array(factor, np.float32), "factor")
+            value = helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, None)
+            node = helper.make_node("Mul", ["x", "factor"], [f"{name}_y"])
+            branches.append(helper.make_graph([node], name, [], [value], [weight]))
+        rate = numpy_helper.from_array(np.array(16000, np.int64), "rate")
+        nodes = [
+            helper.make_node("Equal", ["sr", "rate"], ["is_so"]),
+            helper.make_node(
+                "If", ["is_so"], ["y"], then_branch=branches[0], else_branch=branches[1]
+            ),
+        ]
+        graph = helper.make_graph(
+            nodes,
+            "made",
+            [
+                helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8]),
+                helper.make_tensor_value_info("sr", TensorProto.INT64, []),
+            ],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8])],
+            [rate],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        onnx.save(model, tmp_path / "model.onnx")
+        return tmp_path / "model.onnx"
+
+    def config(self, path: Path, fixed: str, *inputs: TensorSpec, max_batch: int = 0):
+        options = {"penstock.fixed_inputs": fixed}
+        y = TensorSpec("y", "FP32", (8,) if max_batch else (-1, 8))
+        return model_config("pytorch", path, inputs, [y], max_batch, options)
+
+    @pytest.mark.parametrize(
+        ("fixed", "factor"), [("sr=16000", 2), (" sr = 8000 ", 3), ('{"sr": 16000}', 2)]
+    )
+    def test_the_branch_is_chosen_at_load(self, path: Path, fixed: str, factor: int) -> None:
+        runner = backend("pytorch")(self.config(path, fixed, self.X))
+        assert np.array_equal(answer(runner, {"x": ROWS})["y"], factor * ROWS)
+        assert [spec.name for spec in runner.inputs] == ["x"]
+
+    def test_with_batches(self, path: Path) -> None:
+        x = replace(self.X, shape=(8,))
+        runner = backend("pytorch")(self.config(path, "sr=8000", x, max_batch=4))
+        assert np.array_equal(answer(runner, {"x": ROWS})["y"], 3 * ROWS)
+        with pytest.raises(ConfigError, match="with batches, leave it out of `input`"):
+            rate = replace(self.RATE, shape=(1,))
+            backend("pytorch")(self.config(path, "sr=8000", x, rate, max_batch=4))
+
+    def test_a_declared_input_must_have_the_value(self, path: Path) -> None:
+        runner = backend("pytorch")(self.config(path, "sr=16000", self.X, self.RATE))
+        given = {"x": ROWS, "sr": np.array(16000, np.int64)}
+        assert np.array_equal(answer(runner, given)["y"], 2 * ROWS)
+        expected = r"input 'sr': 8000, expected 16000: .*penstock\.fixed_inputs"
+        with pytest.raises(BackendFailed, match=expected):
+            answer(runner, {"x": ROWS, "sr": np.array(8000, np.int64)})
+        zeros = Batch({"x": ROWS, "sr": np.array(0, np.int64)}, 1)
+        [warm] = runner.rehearsals(zeros)
+        assert warm.inputs["sr"] == 16000
+
+    @pytest.mark.parametrize(
+        ("fixed", "problem"),
+        [
+            ("rate=1", "'rate': the model has only x, sr"),
+            ("sr", "'sr': expected \"name=number"),
+            ("sr=fast", "'sr=fast': expected"),
+            ("sr=1.5", "'sr': 1.5 is not INT64"),
+            ('{"sr": [1, 2]}', r"'sr': shape \[2\] does not fit \[\]"),
+            ('{"sr": "x"}', "'sr': x is not INT64"),
+        ],
+    )
+    def test_wrong_values_are_named(self, path: Path, fixed: str, problem: str) -> None:
+        with pytest.raises(ConfigError, match=rf"parameters\.penstock\.fixed_inputs: {problem}"):
+            backend("pytorch")(self.config(path, fixed, self.X))
+
+    def test_without_it_the_option_is_not_needed_elsewhere(self, path: Path) -> None:
+        with pytest.raises(ConfigError, match="its condition is not a constant"):
+            backend("pytorch")(self.config(path, "", self.X, self.RATE))
+
+
+class TestCompilersCache:
+    """The cache of torch.compile holds code; an ONNX file does not."""
+
+    @pytest.fixture
+    def version(self, config: ModelConfig) -> Path:
+        folder = Path(config.artifact).parent
+        (folder / "compiled.bin").write_bytes(b"code")
+        return folder
+
+    def listed(self, config: ModelConfig, content: bytes) -> ModelConfig:
+        entry = FileEntry(len(content), hashlib.sha256(content).hexdigest())
+        folder = Path(config.artifact).parent
+        manifest = Manifest(1, "now", {"compiled.bin": entry})
+        (folder / "manifest.json").write_bytes(manifest.encode())
+        return replace(config, manifest=str(folder / "manifest.json"))
+
+    def test_is_read_if_the_manifest_has_its_digest(self, config, version) -> None:
+        assert read_compiled(self.listed(config, b"code")) == b"code"
+
+    def test_is_not_read_without_a_manifest(self, config, version) -> None:
+        assert read_compiled(config) is None
+        # One that the server has not read and checked does not count.
+        self.listed(config, b"code")
+        assert read_compiled(config) is None
+
+    def test_is_not_read_if_it_was_changed_or_added(self, config, version) -> None:
+        assert read_compiled(self.listed(config, b"other")) is None
+        (version / "manifest.json").write_bytes(Manifest(1, "now", {}).encode())
+        manifest = str(version / "manifest.json")
+        assert read_compiled(replace(config, manifest=manifest)) is None
+
+    def test_a_link_out_of_the_version_is_not_read(self, config, version, tmp_path_factory) -> None:
+        elsewhere = tmp_path_factory.mktemp("elsewhere") / "compiled.bin"
+        elsewhere.write_bytes(b"code")
+        (version / "compiled.bin").unlink()
+        (version / "compiled.bin").symlink_to(elsewhere)
+        assert read_compiled(self.listed(config, b"code")) is None
+
+    @pytest.mark.parametrize(("name", "is_read"), [("module.py", True), ("model.pt2", False)])
+    def test_beside_code_and_exported_programs(self, config, version, name, is_read) -> None:
+        other = replace(config, artifact=str(version / name))
+        assert (read_compiled(other) == b"code") == is_read
+        assert (read_compiled(self.listed(other, b"code")) == b"code") == is_read

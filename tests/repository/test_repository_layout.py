@@ -579,9 +579,21 @@ def test_unknown_backend_is_refused_with_those_there_are(tmp_path: Path) -> None
 
 
 def test_unknown_platform_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    [problem] = problems(tmp_path, 'platform: "tensorrt_plan"' + TENSORS)
+    [problem] = problems(tmp_path, 'platform: "tensorflow_savedmodel"' + TENSORS)
     assert problem.startswith("platform: ")
-    assert "'tensorrt_plan'" in problem and "onnxruntime_onnx" in problem
+    assert "'tensorflow_savedmodel'" in problem
+    assert "onnxruntime_onnx, tensorrt_plan" in problem
+
+
+def test_tensorrt_plan_is_a_platform_whose_tensors_must_be_given(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", 'platform: "tensorrt_plan"' + TENSORS)
+    assert read(folder).problems == {"model": ["1/model.plan: no such file"]}
+    (folder / "1" / "model.plan").write_bytes(b"machine code")
+    [config] = read(folder).configs
+    assert (config.backend, config.platform) == ("tensorrt", "tensorrt_plan")
+    (folder / "config.pbtxt").unlink()
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("input, output: must be given for backend 'tensorrt'")
 
 
 def test_missing_file_is_reported(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.backends.onnx_import import quantised
+from penstock.backends.onnx_import import quantised, recurrent
 from penstock.backends.onnx_import.elementwise import gelu, swish
 from penstock.backends.onnx_import.layers import convolve
 from penstock.backends.onnx_import.matrices import gemm
@@ -99,21 +99,42 @@ def attention(
     scale: float = 0.0,
     unidirectional: int = 0,
     num_outputs: int,
-) -> Tensor:
-    """Compute Attention: projection, heads, mask and softmax in one operator."""
-    if past is not None or past_length is not None or num_outputs > 1:
-        raise ConfigError("com.microsoft Attention with a past state is not supported")
-    if unidirectional:
-        raise ConfigError("com.microsoft Attention with unidirectional = 1 is not supported")
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute Attention: projection, heads, mask and softmax in one operator. Keys and values of
+    earlier tokens are one tensor, with both along its first axis."""
+    if past_length is not None:
+        raise ConfigError("com.microsoft Attention with past_sequence_length is not supported")
     width = weight.shape[1] // 3
     sizes = list(qkv_hidden_sizes) or [width] * 3
     joined = functional.linear(x, weight.t(), bias)
     q, k, v = (
         part.unflatten(-1, (num_heads, -1)).transpose(1, 2) for part in joined.split(sizes, -1)
     )
+    if past is not None:
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
     seen = _mask(mask, k.shape[2], q, mask_filter_value)
+    found = _attend((q, k, v), seen, added, scale, is_causal=bool(unidirectional))
+    return found if num_outputs == 1 else (found, torch.stack([k, v]))
+
+
+def _attend(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    seen: Tensor | None,
+    added: Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    """Return the attention of heads, side by side. Queries are the last tokens of the keys."""
+    q, k, v = qkv
     if added is not None:
         seen = added if seen is None else seen + added
+    if is_causal:
+        lengths = q.shape[2], k.shape[2]
+        later = torch.ones(lengths, dtype=torch.bool, device=q.device)
+        later = later.triu(1 + lengths[1] - lengths[0])
+        seen = q.new_zeros(lengths) if seen is None else seen
+        seen = seen.masked_fill(later, torch.finfo(q.dtype).min)
     found = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale or None)
     return found.transpose(1, 2).flatten(2)
 
@@ -144,15 +165,19 @@ def multi_head_attention(
     bias: Tensor | None = None,
     padding: Tensor | None = None,
     added: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_length: Tensor | None = None,
     *,
     num_heads: int,
     mask_filter_value: float = -10000.0,
     scale: float = 0.0,
     unidirectional: int = 0,
     num_outputs: int,
-) -> Tensor:
-    if query.dim() != 3 or num_outputs > 1 or unidirectional:
-        raise ConfigError("MultiHeadAttention with packed inputs or a past state is not supported")
+) -> Tensor | tuple[Tensor, ...]:
+    if query.dim() != 3 or past_length is not None:
+        why = "packed inputs or past_sequence_length"
+        raise ConfigError(f"MultiHeadAttention with {why} is not supported")
     key = query if key is None else key
     value = key if value is None else value
     if bias is not None:
@@ -162,11 +187,11 @@ def multi_head_attention(
         each.unflatten(-1, (num_heads, -1)).transpose(1, 2) if each.dim() == 3 else each
         for each in (query, key, value)
     )
+    if past_key is not None and past_value is not None:
+        k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
     seen = _mask(padding, k.shape[2], q, mask_filter_value)
-    if added is not None:
-        seen = added if seen is None else seen + added
-    found = functional.scaled_dot_product_attention(q, k, v, seen, scale=scale or None)
-    return found.transpose(1, 2).flatten(2)
+    found = _attend((q, k, v), seen, added, scale, is_causal=bool(unidirectional))
+    return found if num_outputs == 1 else (found, k, v)[:num_outputs]
 
 
 def fused_matmul(
@@ -331,6 +356,54 @@ def dynamic_quantize_matmul(
     return matmul_integer_to_float(values, b, scale, b_scale, zero, b_zero, bias)
 
 
+def dynamic_quantize_lstm(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    bias: Tensor | None,
+    lengths: Tensor | None,
+    state: Tensor | None,
+    cell: Tensor | None,
+    peepholes: Tensor | None,
+    w_scale: Tensor,
+    w_zero: Tensor,
+    r_scale: Tensor,
+    r_zero: Tensor,
+    *,
+    activations: Sequence[str] = (),
+    clip: float = 0.0,
+    direction: str = "forward",
+    hidden_size: int = 0,
+    input_forget: int = 0,
+) -> tuple[Tensor, ...]:
+    """Compute an LSTM with weights in eight bits. Inputs are rounded to eight bits together, states
+    at each step."""
+    layer = recurrent.LstmLayer(
+        _dequantized(w, w_scale, w_zero),
+        _dequantized(r, r_scale, r_zero),
+        bias,
+        peepholes,
+        activations,
+        rounded=_rounded,
+    )
+    if input_forget:
+        raise ConfigError("DynamicQuantizeLSTM: input_forget is not supported")
+    loop = recurrent.Recurrence(_rounded(x), lengths, direction, 0, clip)
+    return layer.run(loop, state, cell)
+
+
+def _dequantized(weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Return weights by direction as LSTM has them: transposed. Scales are those of directions, or
+    of their columns."""
+    shape = (len(weight), 1, -1)
+    values = weight.float() - zero.reshape(shape).float()
+    return (values * scale.reshape(shape)).transpose(1, 2)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return quantised.dequantize(*quantised.dynamic_quantize(x))
+
+
 def matmul_nbits(
     a: Tensor,
     b: Tensor,
@@ -369,6 +442,7 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 OPERATORS = {
     "Attention": OnnxOperator(attention),
     "BiasGelu": OnnxOperator(bias_gelu),
+    "DynamicQuantizeLSTM": OnnxOperator(dynamic_quantize_lstm),
     "DynamicQuantizeMatMul": OnnxOperator(dynamic_quantize_matmul),
     "EmbedLayerNormalization": OnnxOperator(embed_layer_norm),
     "FastGelu": OnnxOperator(fast_gelu),

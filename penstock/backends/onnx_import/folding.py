@@ -17,7 +17,15 @@ from torch import fx, nn
 
 from penstock.backends.onnx_import import shapes
 from penstock.backends.onnx_import.elementwise import cast, cast_like
-from penstock.backends.onnx_import.importer import HOST, ON_HOST, ImportedGraph, ToDevice
+from penstock.backends.onnx_import.importer import (
+    DTYPE,
+    HOST,
+    ON_HOST,
+    ImportedGraph,
+    ToDevice,
+    device_of,
+    parameter_names,
+)
 from penstock.backends.onnx_import.values import ints
 from penstock.errors import ConfigError, first_line
 
@@ -25,9 +33,13 @@ from penstock.errors import ConfigError, first_line
 # a shape.
 COPIED = {shapes.reshape: 0, shapes.expand: 1}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FLOAT_NUMBERS = (1, 10, 11, 16)
+# ONNX's numbers of these datatypes.
+FLOAT_NUMBERS = (10, 16, 1, 11)
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+NUMBERS = dict(zip(FLOATS, FLOAT_NUMBERS, strict=True))
 INTEGER_OPERATORS = {
     "ConvInteger",
+    "DynamicQuantizeLSTM",
     "DynamicQuantizeLinear",
     "DynamicQuantizeMatMul",
     "MatMulInteger",
@@ -183,7 +195,8 @@ def _is_copied(
 def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
     """Let the graph compute in another floating datatype.
 
-    Casts to a float become casts to it, but not those of sizes on the host. Finite constants beyond
+    Casts to a float become casts to it, but not those of sizes on the host, nor of integers that
+    become integers or truth values again: these stay as they are. Finite constants beyond
     its range, such as those that mask, become half its largest number, so that scores can be added;
     those too small for it, such as an epsilon, become its smallest. Raise ConfigError for graphs
     that compute with integers, whose sums 16 bits do not hold.
@@ -193,26 +206,107 @@ def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
         raise ConfigError(
             [f"{', '.join(quantised)}: the model is quantised; {dtype} does not hold its sums"]
         )
+    exact = _exact_nodes(model.module)
     for node in model.module.graph.nodes:
-        if node.op != "call_function" or node.meta.get(ON_HOST):
+        if node.op != "call_function" or node.meta.get(ON_HOST) or node in exact:
             continue
         node.args = tuple(_fitted(each, dtype) for each in node.args)
-        kwargs = {key: _fitted(each, dtype) for key, each in node.kwargs.items()}
-        types = kwargs.get("types")
-        if node.target is cast and kwargs.get("to") in FLOAT_NUMBERS:
-            kwargs["to"] = dtype
-        if node.target is cast_like and isinstance(types, list) and types[1] in FLOAT_NUMBERS:
-            # The other tensor's datatype, which is changed as well.
-            kwargs["types"] = []
-        if kwargs.get("dtype") in FLOATS:
-            kwargs["dtype"] = dtype
-        node.kwargs = kwargs
+        node.kwargs = _retyped(node, dtype)
+    _keep_exact(model.module, exact, dtype)
     named = [*model.module.named_buffers(), *model.module.named_parameters()]
     for name, tensor in named:
         if tensor.dtype in FLOATS and tensor.numel():
             owner, _, attribute = name.rpartition(".")
             _limit(model.module.get_submodule(owner), attribute, tensor, dtype)
     model.module.recompile()
+
+
+def _retyped(node: fx.Node, dtype: torch.dtype) -> dict[str, object]:
+    """Return the attributes of a node that computes in this datatype."""
+    found = {key: _fitted(each, dtype) for key, each in node.kwargs.items()}
+    types = found.get("types")
+    if node.target is cast and found.get("to") in FLOAT_NUMBERS:
+        found["to"] = dtype
+    if node.target is cast_like and isinstance(types, list) and types[1] in FLOAT_NUMBERS:
+        # The other tensor's datatype, which is changed as well.
+        found["types"] = []
+    if node.target is shapes.make_range and isinstance(types, list):
+        found["types"] = [NUMBERS[dtype] if each in FLOAT_NUMBERS else each for each in types]
+    if "output_datatype" in parameter_names(node.target):
+        # FLOAT unless the file says otherwise.
+        found.setdefault("output_datatype", 1)
+    if found.get("dtype") in FLOATS:
+        found["dtype"] = dtype
+    numbers = [key for key in ("dtype", "output_datatype") if found.get(key) in FLOAT_NUMBERS]
+    return found | dict.fromkeys(numbers, NUMBERS[dtype])
+
+
+def _exact_nodes(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the floats that follow from integers and constants alone and become integers or truth
+    values again, such as positions: sixteen bits hold no integers above 2,048."""
+    derived: set[fx.Node] = set()
+    wanted: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.meta.get(ON_HOST):
+            continue
+        if node.meta.get(DTYPE) in FLOAT_NUMBERS and _is_derived(module, node, derived):
+            derived.add(node)
+        elif node.meta.get(DTYPE) not in (None, 0, *FLOAT_NUMBERS):
+            wanted.update(each for each in node.all_input_nodes if each in derived)
+    for node in reversed(module.graph.nodes):
+        if node in wanted:
+            wanted.update(each for each in node.all_input_nodes if each in derived)
+    return wanted
+
+
+def _is_derived(module: fx.GraphModule, node: fx.Node, derived: set[fx.Node]) -> bool:
+    """Whether a float follows from integers, `derived` floats and constants."""
+    has_source = node.target is shapes.make_range
+    for each in node.all_input_nodes:
+        if each in derived or each.meta.get(DTYPE) not in (None, 0, *FLOAT_NUMBERS):
+            has_source = True
+        elif each.op != "get_attr" and each.target is not device_of:
+            return False
+    return has_source
+
+
+def _keep_exact(module: fx.GraphModule, exact: set[fx.Node], dtype: torch.dtype) -> None:
+    """Let these nodes compute in the precision of the file: their constants are not cast with the
+    other weights, and their results are cast where others use them."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node not in exact:
+            continue
+        for each in node.all_input_nodes:
+            tensor = _attribute(module, each)
+            if tensor is not None and tensor.dtype in BITS:
+                name = f"exact_{each.name}"
+                # As bits, which stay the same when the module is cast.
+                bits = tensor.detach().clone().view(BITS[tensor.dtype])
+                module.register_buffer(name, bits)
+                with graph.inserting_before(node):
+                    stored = graph.get_attr(name)
+                    whole = graph.call_function(torch.Tensor.view, (stored, tensor.dtype))
+                    node.replace_input_with(each, whole)
+        others = [
+            user
+            for user in node.users
+            if user not in exact and user.meta.get(DTYPE) in (None, 0, *FLOAT_NUMBERS)
+        ]
+        if others:
+            with graph.inserting_after(node):
+                narrow = graph.call_function(cast, (node,), {"to": dtype})
+            for user in others:
+                user.replace_input_with(node, narrow)
+    graph.eliminate_dead_code()
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
+    if node.op != "get_attr":
+        return None
+    owner, _, name = str(node.target).rpartition(".")
+    found = getattr(module.get_submodule(owner), name)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _fitted(value: object, dtype: torch.dtype) -> object:

@@ -37,11 +37,12 @@ def _source(
         return torch.full_like(at, 0.5 * (start + end) * (n_in - 1))
     if mode == "pytorch_half_pixel" and n_out == 1:
         return torch.zeros_like(at)
-    half = (at + 0.5) / scale - 0.5
+    whole = (at + 0.5) / scale
     if mode == "half_pixel_symmetric":
-        adjusted = n_out / (scale * n_in)
-        return half + n_in / 2 * (1 - adjusted)
-    return half
+        # In the order and precision of ONNX Runtime, as positions between two round either way.
+        adjusted = np.float32(n_out) / (np.float32(scale) * np.float32(n_in))
+        return float(np.float32(n_in / 2) * (1 - adjusted)) + whole - 0.5
+    return whole - 0.5
 
 
 def _nearest(position: Tensor, mode: str) -> Tensor:

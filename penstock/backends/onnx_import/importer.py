@@ -18,6 +18,7 @@ from pathlib import Path
 
 import onnx
 import onnx.inliner
+import onnx.version_converter
 import torch
 from onnx import GraphProto, ModelProto, NodeProto, helper
 from torch import fx, nn
@@ -86,6 +87,8 @@ HOST = "penstock_host"
 WEIGHT_SCALE = "penstock_weight_scale"
 # Keys of whether it runs on the host, and of its result's rank, if that is known.
 ON_HOST, RANK = "penstock_on_host", "penstock_rank"
+# Key of ONNX's number of its result's datatype, if that is known.
+DTYPE = "penstock_dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ def import_model(
 
 def _inlined(model: ModelProto) -> ModelProto:
     """Replace functions of the model, and operators that are known only as functions of others."""
-    _check_opset(model)
+    model = _supported(model)
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     unknown = sorted(
@@ -169,15 +172,21 @@ def _inlined(model: ModelProto) -> ModelProto:
     return expanded
 
 
-def _check_opset(model: ModelProto) -> None:
+def _supported(model: ModelProto) -> ModelProto:
+    """Return the model in an operator set whose meaning the tables have."""
     version = _opsets(model).get("", NEWEST)
-    if not OLDEST <= version <= NEWEST:
-        raise ConfigError(
-            [
-                f"the model has operator set {version}; expected {OLDEST} to {NEWEST} "
-                "(onnx.version_converter changes it)"
-            ]
-        )
+    if OLDEST <= version <= NEWEST:
+        return model
+    problem = f"the model has operator set {version}"
+    if version > NEWEST:
+        raise ConfigError([f"{problem}; expected at most {NEWEST}"])
+    try:
+        converted: ModelProto = onnx.version_converter.convert_version(model, OLDEST)
+    except Exception as error:  # The converter raises many types.
+        # An assertion has its place in the source before the reason.
+        reason = first_line(error).rpartition(" failed: ")[2].replace("Version $", "operator set ")
+        raise ConfigError([f"{problem}, and onnx cannot convert it: {reason}"]) from None
+    return converted
 
 
 def _opsets(model: ModelProto) -> dict[str, int]:
@@ -215,7 +224,7 @@ def _has_body(node: NodeProto, opsets: Mapping[str, int]) -> bool:
 
 
 @cache
-def _parameters(compute: Compute) -> frozenset[str]:
+def parameter_names(compute: Compute) -> frozenset[str]:
     """Return the names of a function's parameters; `**` if it takes any."""
     try:
         found = inspect.signature(compute).parameters.values()
@@ -362,7 +371,7 @@ class _Flattener:
             self.steps.append(step)
 
     def _attributes(self, node: NodeProto, operator: OnnxOperator) -> Attributes:
-        known = _parameters(operator.compute)
+        known = parameter_names(operator.compute)
         found: Attributes = {}
         for attribute in node.attribute:
             value = _attribute_value(attribute)
@@ -512,6 +521,7 @@ class _Emitter:
         for name in self.flat.inputs:
             node = self.graph.placeholder(f"input_{len(self._nodes)}")
             node.meta[RANK] = self.flat.ranks.get(name)
+            node.meta[DTYPE] = self.flat.dtypes.get(name)
             self._nodes[name] = node
         self.root.register_buffer("anchor", torch.empty(0), persistent=False)
         anchor = self.graph.get_attr("anchor")
@@ -551,6 +561,7 @@ class _Emitter:
         for number, name in enumerate(step.outputs):
             if name:
                 self._nodes[name] = self.graph.call_function(_item, (made, number))
+                self._nodes[name].meta[DTYPE] = self.flat.dtypes.get(name)
 
     def _read_constants(self, step: GraphStep) -> list[torch.Tensor | int | None]:
         """Return the constants among the inputs; for others their rank, if that is known."""
@@ -562,12 +573,13 @@ class _Emitter:
         if step.op_type in SWAPPED and not isinstance(arguments[0], fx.Node):
             arguments.reverse()
         attributes = dict(step.attributes)
-        if "device" in _parameters(step.operator.compute) and not is_host:
+        if "device" in parameter_names(step.operator.compute) and not is_host:
             attributes["device"] = self.graph.call_function(device_of, (self._nodes[""],))
         made = self.graph.call_function(wide(step, self.flat.dtypes), tuple(arguments), attributes)
         made.meta[HOST] = () if is_host else step.operator.host
         made.meta[ON_HOST] = is_host
         made.meta[RANK] = self.flat.ranks.get(step.outputs[0])
+        made.meta[DTYPE] = self.flat.dtypes.get(step.outputs[0])
         return made
 
     def _argument(self, step: GraphStep, position: int, is_host: bool) -> object:

@@ -170,7 +170,8 @@ def convolve_transposed(
     full = [strides[n] * (x.shape[n + 2] - 1) + spans[n] for n in range(num)]
     wanted = list(output_shape[-num:]) if output_shape else []
     if not wanted and auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = [x.shape[n + 2] * strides[n] for n in range(num)]
+        # As ONNX Runtime: a kernel smaller than the stride is not padded.
+        wanted = [min(full[n] + extra[n], x.shape[n + 2] * strides[n]) for n in range(num)]
     around: Pads = []
     for n in range(num):
         if wanted:

@@ -195,20 +195,43 @@ def lstm(
     if input_forget:
         raise ConfigError("LSTM: input_forget is not supported")
     loop = Recurrence(x, lengths, direction, layout, clip)
-    size = r.shape[-1]
+    return LstmLayer(w, r, bias, peepholes, activations).run(loop, state, cell)
 
-    def make(number: int) -> TimeStep:
-        gate, enter, leave = _functions(activations, ("sigmoid", "tanh", "tanh"), number)
-        one, other = _biases(bias, number, w)
-        inner, hidden, biases = w[number].t(), r[number].t(), one + other
-        if peepholes is None:
-            peep_in = peep_out = peep_forget = x.new_zeros(())
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class LstmLayer:
+    """Weights of an LSTM, by direction."""
+
+    w: Tensor
+    r: Tensor
+    bias: Tensor | None
+    peepholes: Tensor | None
+    activations: Sequence[str]
+    # Applied to the state before each product.
+    rounded: Callable[[Tensor], Tensor] = _same
+
+    def run(
+        self, loop: Recurrence, state: Tensor | None, cell: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        steps = [self._step(loop, number) for number in range(len(self.w))]
+        return loop.run(steps, [state, cell], self.r.shape[-1])
+
+    def _step(self, loop: Recurrence, number: int) -> TimeStep:
+        gate, enter, leave = _functions(self.activations, ("sigmoid", "tanh", "tanh"), number)
+        one, other = _biases(self.bias, number, self.w)
+        inner, hidden, biases = self.w[number].t(), self.r[number].t(), one + other
+        if self.peepholes is None:
+            peep_in = peep_out = peep_forget = loop.x.new_zeros(())
         else:
-            peep_in, peep_out, peep_forget = peepholes[number].chunk(3)
+            peep_in, peep_out, peep_forget = self.peepholes[number].chunk(3)
 
         def step(now: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             before, memory = states
-            parts = (now @ inner + before @ hidden + biases).chunk(4, -1)
+            parts = (now @ inner + self.rounded(before) @ hidden + biases).chunk(4, -1)
             entered = gate(loop.bounded(parts[0] + peep_in * memory))
             kept = gate(loop.bounded(parts[2] + peep_forget * memory))
             memory = kept * memory + entered * enter(loop.bounded(parts[3]))
@@ -216,8 +239,6 @@ def lstm(
             return shown * leave(memory), memory
 
         return step
-
-    return loop.run([make(n) for n in range(len(w))], [state, cell], size)
 
 
 OPERATORS = {"GRU": OnnxOperator(gru), "LSTM": OnnxOperator(lstm), "RNN": OnnxOperator(rnn)}

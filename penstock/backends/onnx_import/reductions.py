@@ -44,6 +44,9 @@ def multiply(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
 
 
 def average(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    # As ONNX Runtime: the average of nothing is zero.
+    if (empty := _filled(x, axes, keep, 0)) is not None:
+        return empty
     if x.is_floating_point():
         return x.mean(axes, keepdim=keep)
     return x.double().mean(axes, keepdim=keep).to(x.dtype)
@@ -103,7 +106,7 @@ def _cumulative(compute: Callable[..., Tensor], neutral: int) -> OnnxOperator:
     def call(x: Tensor, chosen: Numbers, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
         axis = one_int(chosen)
         x = x.flip(axis) if reverse else x
-        if exclusive:
+        if exclusive and x.shape[axis]:
             first = torch.full_like(x.narrow(axis, 0, 1), neutral)
             x = torch.cat([first, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
         x = compute(x, axis, dtype=x.dtype)

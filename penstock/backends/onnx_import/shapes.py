@@ -37,6 +37,11 @@ def reshape(
     wanted = list(shape) if to is None else ints(to)
     if not allowzero:
         wanted = [x.shape[n] if each == 0 else each for n, each in enumerate(wanted)]
+    if -1 in wanted and 0 in wanted and not x.numel():
+        # Torch does not know the size that is left out; it is that of the other sizes.
+        known = math.prod(abs(size) or 1 for size in wanted)
+        rest = math.prod(size or 1 for size in x.shape) // known
+        wanted = [rest if size == -1 else size for size in wanted]
     return x.reshape(wanted)
 
 
@@ -67,7 +72,7 @@ def expand(x: Tensor, to: Numbers) -> Tensor:
 
 
 def tile(x: Tensor, repeats: Numbers) -> Tensor:
-    return x.repeat(*ints(repeats))
+    return x.repeat(ints(repeats))
 
 
 def concat(*given: Tensor, axis: int = 1) -> Tensor:

@@ -35,17 +35,23 @@ def dft(
     count = None if length is None else one_int(length)
     # The last axis holds real and imaginary parts.
     where = where + 1 if where < 0 else where
+    values = _complex(x)
     if inverse and onesided:
-        complete = torch.view_as_complex(x.contiguous())
-        return torch.fft.irfft(complete, count, where).unsqueeze(-1)
-    values = torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
+        return torch.fft.irfft(values, count, where).unsqueeze(-1).to(x.dtype)
     if inverse:
         found = torch.fft.ifft(values, count, where)
     else:
         found = torch.fft.fft(values, count, where)
         if onesided:
             found = found.narrow(where, 0, found.shape[where] // 2 + 1)
-    return torch.view_as_real(found)
+    return torch.view_as_real(found).to(x.dtype)
+
+
+def _complex(x: Tensor) -> Tensor:
+    """Return the numbers of a tensor whose last axis holds one or two parts; torch transforms none
+    of 16 bits."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return torch.view_as_complex(wide.contiguous()) if x.shape[-1] == 2 else wide.squeeze(-1)
 
 
 def stft(
@@ -57,13 +63,12 @@ def stft(
     onesided: int = 1,
 ) -> Tensor:
     size = one_int(length) if length is not None else len(window) if window is not None else 0
-    values = torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
-    frames = values.unfold(1, size, one_int(step))
+    frames = _complex(x).unfold(1, size, one_int(step))
     if window is not None:
         frames = frames * window
     found = torch.fft.fft(frames, size, -1)
     found = found[..., : size // 2 + 1] if onesided else found
-    return torch.view_as_real(found)
+    return torch.view_as_real(found).to(x.dtype)
 
 
 def _window(compute: Callable[[Tensor], Tensor]) -> OnnxOperator:

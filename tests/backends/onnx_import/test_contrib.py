@@ -121,6 +121,88 @@ CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
 }
 
 
+PAST = numbers(2, ROWS, HEADS, 3, WIDTH // HEADS)
+PAST_MASK = np.array([[1] * 8, [1, 1, 0, 1, 1, 1, 0, 1]], np.int32)
+LSTM_WEIGHTS = {
+    "w": whole(np.int8, 2, 6, 32),
+    "r": whole(np.int8, 2, 8, 32),
+    "b": numbers(2, 64),
+}
+# Outputs beside the first one, in addition to `CASES`.
+SEVERAL: dict[str, tuple[str, dict[str, Array], Mapping[str, object], int]] = {
+    "attention with a past": (
+        "Attention",
+        {"x": X, "w": QKV, "b": QKV_BIAS, "": np.empty(0), "p": PAST},
+        {"num_heads": HEADS},
+        2,
+    ),
+    "causal attention with a past and a mask": (
+        "Attention",
+        {"x": X, "w": QKV, "b": QKV_BIAS, "m": PAST_MASK, "p": PAST},
+        {"num_heads": HEADS, "unidirectional": 1},
+        2,
+    ),
+    "causal attention": (
+        "Attention",
+        {"x": X, "w": QKV, "b": QKV_BIAS},
+        {"num_heads": HEADS, "unidirectional": 1},
+        1,
+    ),
+    "multi-head attention with a past": (
+        "MultiHeadAttention",
+        {"q": X, "k": SKIP, "v": SKIP, "": np.empty(0), " ": np.empty(0), "  ": np.empty(0)}
+        | {"pk": PAST[0], "pv": PAST[1]},
+        {"num_heads": HEADS, "unidirectional": 1},
+        3,
+    ),
+    "quantised LSTM": (
+        "DynamicQuantizeLSTM",
+        {"x": numbers(5, 1, 6), **LSTM_WEIGHTS}
+        | {key: np.empty(0) for key in ("", " ", "  ", "   ")}
+        | {"ws": numbers(2) ** 2 / 50, "wz": whole(np.int8, 2) // 8}
+        | {"rs": numbers(2) ** 2 / 50, "rz": whole(np.int8, 2) // 8},
+        {"hidden_size": 8, "direction": "bidirectional"},
+        3,
+    ),
+    "quantised LSTM with scales of columns": (
+        "DynamicQuantizeLSTM",
+        {"x": numbers(5, 1, 6), **LSTM_WEIGHTS}
+        | {key: np.empty(0) for key in ("", " ", "  ", "   ")}
+        | {"ws": numbers(2, 32) ** 2 / 50, "wz": np.zeros((2, 32), np.int8)}
+        | {"rs": numbers(2, 32) ** 2 / 50, "rz": np.zeros((2, 32), np.int8)},
+        {"hidden_size": 8, "direction": "bidirectional"},
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_all_outputs_are_those_of_onnx_runtime(name: str) -> None:
+    op_type, inputs, attributes, num_outputs = SEVERAL[name]
+    names = [f"y{number}" for number in range(num_outputs)]
+    # Blank names are absent inputs.
+    given = [key.strip() for key in inputs]
+    node = helper.make_node(op_type, given, names, domain="com.microsoft", **attributes)
+    first = given[0]
+    value = helper.make_tensor_value_info(first, TensorProto.FLOAT, inputs[first].shape)
+    weights = {key: array for key, array in inputs.items() if key.strip() and key != first}
+    graph = helper.make_graph(
+        [node],
+        "made",
+        [value],
+        [helper.make_empty_tensor_value_info(each) for each in names],
+        [numpy_helper.from_array(array, key) for key, array in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    expected = session.run(names, {first: inputs[first]})
+    with torch.no_grad():
+        found = import_model(model).module(torch.from_numpy(inputs[first]))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs, atol=2e-4 * max(1, np.abs(theirs).max()))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_answers_are_those_of_onnx_runtime(name: str) -> None:
     op_type, inputs, attributes = CASES[name]

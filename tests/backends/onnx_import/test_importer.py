@@ -215,8 +215,45 @@ def test_shapes_that_a_file_declares_in_between_are_not_believed() -> None:
 
 
 def test_models_of_unknown_operator_sets_are_refused() -> None:
-    with pytest.raises(ConfigError, match="operator set 6; expected 7 to"):
-        import_model(make([helper.make_node("Relu", ["x"], ["y"])], {"x": [1]}, opset=6))
+    with pytest.raises(ConfigError, match="operator set 99; expected at most"):
+        import_model(make([helper.make_node("Relu", ["x"], ["y"])], {"x": [1]}, opset=99))
+
+
+OLD_NODES = {
+    "Relu": (1, {"consumed_inputs": [0]}, lambda x: np.maximum(x, 0)),
+    "Reshape": (4, {"shape": [3, 2]}, lambda x: x.reshape(3, 2)),
+    "Concat": (3, {}, lambda x: x),
+    "Dropout": (6, {"is_test": 1, "ratio": 0.5}, lambda x: x),
+    "Softmax": (1, {}, lambda x: np.exp(x) / np.exp(x).sum(1, keepdims=True)),
+}
+
+
+@pytest.mark.parametrize("name", OLD_NODES)
+def test_old_operator_sets_are_converted(name: str) -> None:
+    opset, attributes, compute = OLD_NODES[name]
+    model = make([helper.make_node(name, ["x"], ["y"], **attributes)], {"x": [2, 3]}, opset=opset)
+    x = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
+    (found,) = import_model(model).module(torch.from_numpy(x))
+    np.testing.assert_allclose(found.numpy(), compute(x), rtol=1e-6)
+
+
+def test_a_bias_that_is_added_along_an_axis_is_converted() -> None:
+    """Gemm's operator set 6 says that the bias is broadcast."""
+    weights = {"w": np.ones((3, 2), np.float32), "b": np.array([1, 2], np.float32)}
+    node = helper.make_node("Gemm", ["x", "w", "b"], ["y"], broadcast=1)
+    model = make([node], {"x": [2, 3]}, weights=weights, opset=6)
+    (found,) = import_model(model).module(torch.ones(2, 3))
+    np.testing.assert_array_equal(found.numpy(), [[4, 5], [4, 5]])
+
+
+def test_what_onnx_cannot_convert_is_refused_by_name() -> None:
+    model = make([helper.make_node("Pad", ["x"], ["y"], paddings=[0, 1])], {"x": [2]}, opset=1)
+    with pytest.raises(ConfigError) as caught:
+        import_model(model)
+    assert caught.value.problems == (
+        "the model has operator set 1, and onnx cannot convert it: "
+        "No Adapter From operator set 1 for Pad",
+    )
 
 
 def test_a_file_that_is_not_onnx(tmp_path: Path) -> None:
@@ -290,3 +327,67 @@ def test_two_branches_may_use_the_same_names() -> None:
         helper.make_node("Sub", ["one", "other"], ["y"]),
     ]
     same_as_onnx_runtime(make(nodes, {"x": [3]}), numbers(3))
+
+
+def by_onnx_runtime(model: onnx.ModelProto, x: Array) -> Array:
+    model.ir_version = 8
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x})
+    return found
+
+
+EMPTY = np.zeros((0, 3), np.float32)
+RARE: dict[str, tuple[onnx.NodeProto, Array, dict[str, Array]]] = {
+    "mean of nothing": (
+        helper.make_node("ReduceMean", ["x", "w"], ["y"]),
+        EMPTY,
+        {"w": np.array([0], np.int64)},
+    ),
+    "exclusive sum of nothing": (
+        helper.make_node("CumSum", ["x", "w"], ["y"], exclusive=1),
+        EMPTY,
+        {"w": np.array(0, np.int64)},
+    ),
+    "a repeated number": (
+        helper.make_node("Tile", ["x", "w"], ["y"]),
+        np.array(2, np.float32),
+        {"w": np.zeros(0, np.int64)},
+    ),
+    "a small kernel": (
+        helper.make_node("ConvTranspose", ["x", "w"], ["y"], auto_pad="SAME_UPPER", strides=[3]),
+        np.ones((1, 2, 4), np.float32),
+        {"w": np.ones((2, 1, 2), np.float32)},
+    ),
+    "a position between two": (
+        helper.make_node(
+            "Resize",
+            ["x", "", "w"],
+            ["y"],
+            mode="nearest",
+            nearest_mode="floor",
+            coordinate_transformation_mode="half_pixel_symmetric",
+        ),
+        np.arange(3, dtype=np.float32).reshape(1, 1, 3),
+        {"w": np.array([1, 1, 1.5], np.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_rare_cases_are_those_of_onnx_runtime(name: str) -> None:
+    node, x, weights = RARE[name]
+    sizes = [f"n{axis}" for axis in range(x.ndim)]
+    model = make([node], {"x": sizes}, weights=weights, opset=19)
+    (found,) = import_model(model).module(torch.from_numpy(x))
+    expected = by_onnx_runtime(model, x)
+    assert found.shape == expected.shape
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_no_rows_keep_the_other_sizes() -> None:
+    """Folding writes a shape of the batch size as [0, -1]: copied, and worked out."""
+    node = helper.make_node("Reshape", ["x", "w"], ["y"])
+    model = make([node], {"x": ["n", 2, 3]}, weights={"w": np.array([0, -1], np.int64)})
+    for rows in (0, 4):
+        (found,) = import_model(model).module(torch.ones(rows, 2, 3))
+        assert found.shape == (rows, 6)
