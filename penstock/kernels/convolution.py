@@ -1,9 +1,10 @@
 """Convolutions fused with what follows them, run by the fastest implementation for their sizes.
 
-Those are torch's operators one by one, cuDNN's fused ones, a cuBLAS GEMM for windows of one pixel,
-and our own kernels. On a GPU a `Tuner` times them once for each case (sizes and datatype) and drops
-those with wrong results. Choices are kept with the version, so a second start times nothing. On a
-CPU, and for shapes that are unknown at load, a layer uses torch's operators.
+Those are torch's operators one by one, cuDNN's fused ones (ReLU only), cuDNN's convolution followed
+by one kernel for all the rest, a cuBLAS GEMM for windows of one pixel, and our own kernels. On a
+GPU a `Tuner` times them once for each case (sizes and datatype) and drops those with wrong results.
+Choices are kept with the version, so a second start times nothing. On a CPU, and for shapes that
+are unknown at load, a layer uses torch's operators.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -24,13 +25,23 @@ from torch.nn import functional
 
 from penstock.errors import first_line
 from penstock.kernels import CHOICES, KERNELS, has_triton
+from penstock.kernels.activation import GELU_TANH, RELU, Activation
 
 if TYPE_CHECKING:
-    from penstock.kernels.conv import Tile, Workspace
+    from triton import JITFunction
 
-Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    from penstock.kernels.conv import Tile, Workspace
+    from penstock.kernels.depthwise import DepthwiseTile
+    from penstock.kernels.pointwise import Epilogue
+
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+Run = Callable[[torch.Tensor, torch.Tensor | None], Result]
 Pair = tuple[int, int]
+# Computes a factor for each image and channel.
+Scale = Callable[[torch.Tensor], torch.Tensor]
 REFERENCE = "torch"
+# Limit of elements of a tensor: our kernels count in 32 bits, and to the end of their last block.
+MAX_OFFSET = 2**31 - 2**16
 # Rank of a batch of images; a single image has one less.
 IMAGE_RANK = 4
 # Largest relative error against torch (in norm), by datatype.
@@ -41,6 +52,18 @@ NUM_CALLS, NUM_RUNS = 8, 5
 SPARE_BYTES = 4 << 30
 # Limit of concurrent compilers.
 MAX_COMPILERS = 16
+# Families of implementations that include kernels of our own, which are compiled first.
+OWN = ("triton", "epilogue", "cublas")
+
+
+class Layer(Protocol):
+    """A layer with several implementations of (x, residual); the residual may be None."""
+
+    def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
+        """Return everything that the choice depends on."""
+
+    def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
+        """Return what can run this case, by name; REFERENCE is right by definition."""
 
 
 class ConvGeometry(NamedTuple):
@@ -105,7 +128,7 @@ class GpuTimer:
 class Case:
     """A layer and the form of its arguments, without values."""
 
-    layer: Convolution | MaxPool
+    layer: Layer
     forms: tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
     dtype: torch.dtype
     device: torch.device
@@ -141,7 +164,7 @@ class Tuner:
     _waiting: dict[str, Case] = field(default_factory=dict)
 
     def find(
-        self, layer: Convolution | MaxPool, x: torch.Tensor, residual: torch.Tensor | None
+        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[str, Run] | None:
         """Return the chosen implementation, or queue the case and return None."""
         key = layer.key(x, residual)
@@ -179,14 +202,14 @@ class Tuner:
         """Compile the kernels of all cases in several threads: the slowest part of tuning."""
         if not has_triton() or self.device.type != "cuda":
             return
-        from penstock.kernels import conv
+        from penstock.kernels import pointwise
 
-        with conv.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
+        with pointwise.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
             for case in cases:
                 x, residual = case.empty()
                 assert x is not None
                 for name, run in case.layer.implementations(x, residual).items():
-                    if name.startswith("triton"):
+                    if name.startswith(OWN):
                         # Errors are reported when it is timed.
                         with contextlib.suppress(Exception):
                             run(x, residual)
@@ -210,8 +233,13 @@ class Tuner:
         return min(times, key=lambda name: times[name]) if times else REFERENCE
 
 
-def check_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+def check_close(found: Result, wanted: Result, tolerance: float) -> None:
     """Raise ArithmeticError if the relative error (in norm) is beyond the tolerance."""
+    if isinstance(found, tuple):
+        for one, other in zip(found, wanted, strict=True):
+            check_close(one, other, tolerance)
+        return
+    assert isinstance(wanted, torch.Tensor)
     found, wanted = found.float(), wanted.float()
     off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
     if not off <= tolerance:
@@ -267,21 +295,28 @@ def load_kernels(content: bytes) -> None:
 def to_remember(tuner: Tuner) -> dict[str, bytes]:
     files = choices_file(tuner.used(), tuner.device)
     if has_triton() and tuner.device.type == "cuda":
-        from penstock.kernels import conv, stored
+        from penstock.kernels import stored
 
-        files[KERNELS] = stored.pack(conv.FUNCTIONS)
+        files[KERNELS] = stored.pack(_own_kernels())
     return files
+
+
+def _own_kernels() -> list[JITFunction]:
+    from penstock.kernels import conv, depthwise, pointwise, residual_norm, squeeze
+
+    files = conv, depthwise, pointwise, residual_norm, squeeze
+    return [function for file in files for function in file.FUNCTIONS]
 
 
 class Chosen:
     """Chosen implementations of one layer, by shape and datatype."""
 
-    def __init__(self, layer: Convolution | MaxPool, tuner: Tuner | None) -> None:
+    def __init__(self, layer: Layer, tuner: Tuner | None) -> None:
         self._layer = layer
         self._tuner = tuner
         self._runs: dict[object, tuple[str, int, Run]] = {}
 
-    def run(self, x: torch.Tensor, residual: torch.Tensor | None, default: Run) -> torch.Tensor:
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None, default: Run) -> Result:
         tuner = self._tuner
         if tuner is None:
             return default(x, residual)
@@ -306,21 +341,24 @@ class Chosen:
 
 
 class Convolution(torch.nn.Module):  # type: ignore[misc]
-    """conv2d, optionally followed by the addition of a tensor and by ReLU."""
+    """conv2d, optionally with a tensor added to it and an activation; `adds_last`: the activation
+    comes first."""
 
     def __init__(
         self,
         weight: torch.nn.Parameter,
         bias: torch.nn.Parameter | None,
         geometry: ConvGeometry,
-        has_relu: bool,
+        activation: Activation | None,
         tuner: Tuner | None,
+        adds_last: bool = False,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.geometry = geometry
-        self.has_relu = has_relu
+        self.activation = activation
+        self.adds_last = adds_last
         self.chosen = Chosen(self, tuner)
         self._packed: torch.Tensor | None = None
 
@@ -333,10 +371,19 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return self.chosen.run(x, residual, default)
 
     @property
+    def has_relu(self) -> bool:
+        return self.activation == RELU
+
+    @property
     def default(self) -> str:
         """Implementation to use before one is chosen."""
         is_fused = self.weight.is_cuda and self.has_relu and self.bias is not None
         return "cudnn" if is_fused else REFERENCE
+
+    @property
+    def is_depthwise(self) -> bool:
+        groups = self.geometry.groups
+        return groups > 1 and self.weight.shape[:2] == (groups, 1)
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
         out, _, *window = self.weight.shape
@@ -347,23 +394,37 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
             f"to {out} window {_x(window)} stride {_x(geometry.stride)}",
             f"padding {_x(geometry.padding)} dilation {_x(geometry.dilation)}",
             f"groups {geometry.groups}",
-            *["bias"] * (self.bias is not None),
-            *["residual"] * (residual is not None),
-            *["relu"] * self.has_relu,
         ]
-        return " ".join(parts)
+        return " ".join((*parts, *self._steps(residual)))
+
+    def _steps(self, residual: torch.Tensor | None) -> list[str]:
+        """Return what follows the product, in order."""
+        steps = ["bias"] * (self.bias is not None)
+        rest = ["residual"] * (residual is not None)
+        rest += [] if self.activation is None else [str(self.activation)]
+        return steps + (rest[::-1] if self.adds_last else rest)
 
     def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
         found: dict[str, Run] = {REFERENCE: self._plain}
+        is_whole = self.default == "cudnn" and (residual is None or not self.adds_last)
         if self.default == "cudnn":
             found["cudnn"] = self._cudnn
-        if self.geometry.groups > 1:
-            return found
         if self.weight.shape[2:] == (1, 1) and self.geometry == ConvGeometry():
             found["cublas"] = self._cublas
-        if has_triton() and self.geometry.dilation == (1, 1) and x.dtype in TOLERANCE:
-            found |= self._own(x)
+        if not has_triton() or x.dtype not in TOLERANCE or not self._is_addressable(x):
+            return found
+        if self._steps(residual) and not is_whole:
+            found["epilogue"] = self._by_epilogue
+        if self.geometry.dilation == (1, 1):
+            if self.geometry.groups == 1:
+                found |= self._own(x)
+            elif self.is_depthwise:
+                found |= self._depthwise(x)
         return found
+
+    def _is_addressable(self, x: torch.Tensor) -> bool:
+        """Return whether our kernels can address the tensors."""
+        return max(x.numel(), math.prod(self._out_shape(x))) <= MAX_OFFSET
 
     def _out_shape(self, x: torch.Tensor) -> tuple[int, ...]:
         stride, padding, dilation, _ = self.geometry
@@ -375,67 +436,117 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return x.shape[0], self.weight.shape[0], *lengths
 
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        y = functional.conv2d(x, self.weight, self.bias, *self.geometry)
-        if residual is not None:
+        return self._rest(functional.conv2d(x, self.weight, self.bias, *self.geometry), residual)
+
+    def _rest(self, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Apply what follows product and bias, by torch's operators."""
+        if residual is not None and not self.adds_last:
             y = y + residual
-        return functional.relu(y) if self.has_relu else y
+        y = y if self.activation is None else self.activation(y)
+        return y + residual if residual is not None and self.adds_last else y
 
     def _cudnn(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        if residual is None:
-            return torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.geometry)
+        if residual is None or self.adds_last:
+            y = torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.geometry)
+            return y if residual is None else y.add_(residual)
         return torch.cudnn_convolution_add_relu(
             x, self.weight, residual, 1.0, self.bias, *self.geometry
         )
 
+    def _epilogue(self, residual: torch.Tensor | None) -> Epilogue:
+        from penstock.kernels.pointwise import Epilogue
+
+        return Epilogue(self.bias, last(residual), self.activation, self.adds_last)
+
+    def _by_epilogue(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Run the library's convolution, and one kernel of ours for all that follows."""
+        from penstock.kernels import pointwise
+
+        y = functional.conv2d(x, self.weight, None, *self.geometry)
+        return pointwise.finish(last(y), self._epilogue(residual))
+
     def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Run as a GEMM with bias and ReLU as epilogue; a residual takes another pass."""
         rows = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-        weight = self.weight.flatten(1).t()
+        batch, _, high, wide = x.shape
+        added = None
+        if residual is not None:
+            added = residual.permute(0, 2, 3, 1).reshape(-1, len(self.weight))
+        y = self._product(rows, self.weight.flatten(1).t(), added)
+        return y.view(batch, high, wide, -1).permute(0, 3, 1, 2)
+
+    def _product(
+        self, rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run as a GEMM, with bias and ReLU or GELU (tanh) as its epilogue where they come next;
+        the rest is one more kernel."""
+        is_next = residual is None or self.adds_last
+        is_gelu = self.activation == GELU_TANH and rows.is_cuda
         if self.bias is None:
             y = torch.mm(rows, weight)
-        elif residual is None and self.has_relu:
-            y = torch._addmm_activation(self.bias, rows, weight)
+        elif is_next and (self.has_relu or is_gelu):
+            y = torch._addmm_activation(self.bias, rows, weight, use_gelu=is_gelu)
+            return y if residual is None else y.add_(residual)
         else:
             y = torch.addmm(self.bias, rows, weight)
-        batch, _, high, wide = x.shape
-        y = y.view(batch, high, wide, -1).permute(0, 3, 1, 2)
-        if residual is not None:
-            y += residual
-        is_left = self.has_relu and (residual is not None or self.bias is None)
-        return y.relu_() if is_left else y
+        if not rows.is_cuda or not has_triton() or y.numel() > MAX_OFFSET:
+            return self._rest(y, residual)
+        if residual is None and self.activation is None:
+            return y
+        from penstock.kernels import pointwise
 
-    def _own(self, x: torch.Tensor) -> dict[str, Run]:
-        """Return our own kernels; none for tensors that they cannot address."""
+        after = pointwise.Epilogue(None, residual, self.activation, self.adds_last)
+        return pointwise.finish(y, after)
+
+    def _own(self, x: torch.Tensor, scale: Scale | None = None) -> dict[str, Run]:
+        """Return our own kernels; `scale` computes a factor for each image and channel of x."""
         from penstock.kernels import conv
 
         out, channels, *size = self.weight.shape
-        out_shape = self._out_shape(x)
-        if max(x.numel(), math.prod(out_shape)) > conv.MAX_ELEMENTS:
-            return {}
         window = conv.ConvWindow(tuple(size), self.geometry.stride, self.geometry.padding)
 
         def by_kernel(tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-            after = conv.Epilogue(self.bias, _last(residual), self.has_relu)
-            weight = _last(self.weight)
-            return conv.convolve(_last(x), weight, window, after, tile, self.chosen.workspace)
+            factors = None if scale is None else scale(x)
+            after, weight = self._epilogue(residual), last(self.weight)
+            return conv.convolve(
+                last(x), weight, window, after, tile, self.chosen.workspace, factors
+            )
 
         def by_packing(tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
             if self._packed is None:
                 self._packed = conv.pack_weight(self.weight)
-            after = conv.Epilogue(self.bias, _last(residual), self.has_relu)
+            after = self._epilogue(residual)
             return conv.convolve_packed(x, self._packed, window, after, tile, self.chosen.workspace)
 
-        num_rows = math.prod(out_shape) // out
+        num_rows = math.prod(self._out_shape(x)) // out
         found: dict[str, Run] = {}
         for tile in conv.tiles_of(num_rows, out, channels, math.prod(size), x.dtype.itemsize):
-            num_tiles = -(-num_rows // tile.rows) * (out // tile.columns)
+            num_tiles = tile.count(num_rows, out)
             if tile.split == 1 or self.chosen.workspace.has_room(tile, num_tiles):
                 found[f"triton {tile}"] = partial(by_kernel, tile)
-        if channels <= conv.PIXEL and size[1] <= 2 * conv.PIXEL and out % 32 == 0:
+        if channels <= conv.PIXEL and size[1] <= 2 * conv.PIXEL and scale is None:
             tile = conv.packed_tile(num_rows, out, size[1])
             found[f"triton packed {tile}"] = partial(by_packing, tile)
         return found
+
+    def _depthwise(self, x: torch.Tensor) -> dict[str, Run]:
+        from penstock.kernels import conv, depthwise
+
+        size = self.weight.shape[2:]
+        if max(size) > depthwise.MAX_SIZE:
+            return {}
+        window = conv.ConvWindow(tuple(size), self.geometry.stride, self.geometry.padding)
+
+        def run(
+            tile: DepthwiseTile, x: torch.Tensor, residual: torch.Tensor | None
+        ) -> torch.Tensor:
+            if self._packed is None:
+                self._packed = depthwise.pack_weight(self.weight)
+            after = self._epilogue(residual)
+            return depthwise.convolve(last(x), self._packed, window, after, tile)
+
+        tiles = depthwise.tiles_of(*self._out_shape(x)[2:], len(self.weight))
+        return {f"triton depthwise {tile}": partial(run, tile) for tile in tiles}
 
 
 class MaxPool(torch.nn.Module):  # type: ignore[misc]
@@ -460,9 +571,9 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         if has_triton() and x.dtype in TOLERANCE:
             from penstock.kernels import conv
 
-            if x.numel() <= conv.MAX_ELEMENTS:
+            if x.numel() <= MAX_OFFSET:
                 window = conv.ConvWindow(self.size, self.stride, self.padding)
-                found["triton"] = lambda x, _: conv.max_pool(_last(x), window)
+                found["triton"] = lambda x, _: conv.max_pool(last(x), window)
         return found
 
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -478,7 +589,7 @@ def counted(layers: Iterable[Convolution]) -> dict[int, Counter[str]]:
     return found
 
 
-def _last(x: torch.Tensor | None) -> torch.Tensor | None:
+def last(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous(memory_format=torch.channels_last)
 
 
