@@ -22,7 +22,8 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.torch_activations import activation_of, factors_of, restore
-from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
+from penstock.backends.torch_aliasing import NO_MODULE, Memory, called_module, has_no_hooks
+from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.config import ModelConfig
 from penstock.kernels import CHOICES, KERNELS, convolution
 from penstock.kernels.activation import RELU, Activation
@@ -39,13 +40,6 @@ POOL_FUNCTIONS = {functional.adaptive_avg_pool2d, torch.ops.aten.adaptive_avg_po
 MEAN_FUNCTIONS = {torch.mean, torch.ops.aten.mean.dim, "mean"}
 ADD_FUNCTIONS = {operator.add, operator.iadd, torch.add}
 ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
-# Functions and modules that return new memory, so that writes to it affect nothing else.
-FRESH_FUNCTIONS = {functional.relu, torch.relu, operator.add, torch.add, torch.cat, torch.conv2d}
-FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator.mul, torch.mul}
-FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
-IN_PLACE_FUNCTIONS = {getattr(operator, name) for name in IN_PLACE_NAMES.split()}
-IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
-NO_MODULE = nn.Module()
 # Sizes of a pool's output that mean one pixel.
 ONE_PIXEL = (1, (1, 1))
 
@@ -77,7 +71,7 @@ class Fusion:
     @property
     def layers(self) -> list[Convolution]:
         """The convolution of every call; a module may be called several times."""
-        found = (_module(self.module, node) for node in self.module.graph.nodes)
+        found = (called_module(self.module, node) for node in self.module.graph.nodes)
         return [each for each in found if isinstance(each, Convolution)]
 
     def facts(self) -> dict[str, str]:
@@ -138,23 +132,13 @@ def fuse(
     return Fusion(traced.eval(), tuner)
 
 
-def _module(traced: fx.GraphModule, node: fx.Node) -> nn.Module:
-    """Return the module that a node calls; NO_MODULE if it calls none."""
-    return traced.get_submodule(node.target) if node.op == "call_module" else NO_MODULE
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether the module has no hooks."""
-    return not (module._forward_hooks or module._forward_pre_hooks)
-
-
 def _drop(traced: fx.GraphModule) -> None:
     for node in list(traced.graph.nodes):
-        module = _module(traced, node)
+        module = called_module(traced, node)
         where = getattr(node.target, "__module__", None), getattr(node.target, "__name__", None)
         is_call = node.op == "call_function" and where in DROPPED_FUNCTIONS
         is_off = is_call and not _argument(node, "training")
-        if is_off or (isinstance(module, DROPPED) and _is_plain(module)):
+        if is_off or (isinstance(module, DROPPED) and has_no_hooks(module)):
             source = _argument(node, "input") if is_call else node.all_input_nodes[0]
             node.replace_all_uses_with(source)
             traced.graph.erase_node(node)
@@ -182,7 +166,7 @@ class _Chain:
 class _Fuser:
     traced: fx.GraphModule
     tuner: Tuner | None
-    _order: dict[fx.Node, int] = field(default_factory=dict)
+    _memory: Memory = field(init=False)
     # Weights by convolution and normalisation: a module called twice shares them.
     _weights: dict[tuple[str, str], tuple[nn.Parameter, nn.Parameter | None]] = field(
         default_factory=dict
@@ -190,12 +174,12 @@ class _Fuser:
 
     def run(self) -> None:
         graph = self.traced.graph
-        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        self._memory = Memory(self.traced)
         for number, node in enumerate(list(graph.nodes)):
             self._gate(node, f"penstock_gate_{number}")
         for number, node in enumerate(list(graph.nodes)):
-            module = _module(self.traced, node)
-            if type(module) is nn.Conv2d and _is_plain(module) and _geometry(module) is not None:
+            module = called_module(self.traced, node)
+            if type(module) is nn.Conv2d and has_no_hooks(module) and _geometry(module) is not None:
                 self._replace(self._chain(node, module), f"penstock_convolution_{number}")
         for node in list(graph.nodes):
             self._join(node)
@@ -207,11 +191,11 @@ class _Fuser:
             if nodes is None or node.target in (operator.imul, "mul_", "__imul__"):
                 continue
             pool, first, inner, second, outer = nodes
-            chain = _Chain([*nodes, node], _module(self.traced, first))
-            if self._is_written(x, pool, chain):
+            chain = _Chain([*nodes, node], called_module(self.traced, first))
+            if self._memory.is_written(x, pool, chain.nodes):
                 continue
             activations = [activation_of(self.traced, each) for each in (inner, outer)]
-            linears = [_linear(_module(self.traced, each)) for each in (first, second)]
+            linears = [_linear(called_module(self.traced, each)) for each in (first, second)]
             made = SqueezeExcite(linears[0], activations[0], linears[1], activations[1], self.tuner)
             self.traced.add_submodule(name, made)
             with self.traced.graph.inserting_after(node):
@@ -230,7 +214,7 @@ class _Fuser:
             found.append(sources[0])
         pool, first, inner, second, outer = reversed(found)
         is_pool = len(pool.users) == 1 and pool.all_input_nodes == [x]
-        is_gate = all(_is_pixelwise(_module(self.traced, each)) for each in (first, second))
+        is_gate = all(_is_pixelwise(called_module(self.traced, each)) for each in (first, second))
         is_active = all(activation_of(self.traced, each) for each in (inner, outer))
         if not is_pool or not is_gate or not is_active or not _is_mean(self.traced, pool):
             return None
@@ -238,25 +222,25 @@ class _Fuser:
 
     def _join(self, node: fx.Node) -> None:
         """Make one layer of a 1x1 convolution and the squeeze-and-excitation before it."""
-        conv = _module(self.traced, node)
+        conv = called_module(self.traced, node)
         if type(conv) is not Convolution or not isinstance(node.args[0], fx.Node):
             return
         source = node.args[0]
-        gate = _module(self.traced, source)
+        gate = called_module(self.traced, source)
         is_flat = conv.weight.shape[2:] == (1, 1) and conv.geometry == ConvGeometry()
         if not isinstance(gate, SqueezeExcite) or len(source.users) != 1 or not is_flat:
             return
-        if self._is_written(source.args[0], source, _Chain([source, node], conv)):
+        if self._memory.is_written(source.args[0], source, [source, node]):
             return
         self.traced.add_submodule(str(node.target), GatedConvolution(conv, gate, self.tuner))
         node.args = (source.args[0], *node.args[1:])
         self.traced.graph.erase_node(source)
-        del self._order[source]
+        del self._memory.order[source]
 
     def _chain(self, node: fx.Node, conv: nn.Conv2d) -> _Chain:
         chain = _Chain([node], conv)
         following = self._only_user(chain)
-        if following is not None and _is_norm(module := _module(self.traced, following)):
+        if following is not None and _is_norm(module := called_module(self.traced, following)):
             chain.norm = module
             chain.nodes.append(following)
         # An addition and an activation, in either order.
@@ -295,60 +279,7 @@ class _Fuser:
             reads += [
                 (chain.residual, node) for node in chain.residual.users if node in chain.nodes
             ]
-        return not any(self._is_written(each, reader, chain) for each, reader in reads)
-
-    def _is_written(self, read: fx.Node, reader: fx.Node, chain: _Chain) -> bool:
-        """Return whether a node writes there between its reader and the end of the chain."""
-        memory = self._memory(read)
-        first, last = self._order[reader], self._order[chain.nodes[-1]]
-        return any(
-            memory & self._memory(written)
-            for node, at in self._order.items()
-            if first < at < last and node not in chain.nodes
-            for written in self._written(node)
-        )
-
-    def _written(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes whose memory this one writes to, besides its own result."""
-        given = node.all_input_nodes
-        module = _module(self.traced, node)
-        if module is not NO_MODULE:
-            return given if getattr(module, "inplace", False) else []
-        if node.op == "call_method":
-            is_so = node.target.endswith("_") and not node.target.endswith("__")
-            return given if is_so or node.target == "__setitem__" else []
-        if node.op != "call_function":
-            return []
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None:
-            return given if schema.is_mutable else []
-        name = getattr(node.target, "__name__", "")
-        is_so = node.target in IN_PLACE_FUNCTIONS or name.endswith("_") or "out" in node.kwargs
-        # `inplace` may be a positional argument.
-        is_told = any(each is True for each in (*node.args, node.kwargs.get("inplace")))
-        return given if is_so or is_told else []
-
-    def _memory(self, node: fx.Node) -> set[fx.Node]:
-        """Return the nodes whose memory this one may alias, including itself."""
-        found: set[fx.Node] = set()
-        waiting = [node]
-        while waiting:
-            current = waiting.pop()
-            if current not in found:
-                found.add(current)
-                waiting += [] if self._is_fresh(current) else current.all_input_nodes
-        return found
-
-    def _is_fresh(self, node: fx.Node) -> bool:
-        if self._written(node):
-            return False
-        module = _module(self.traced, node)
-        if module is NO_MODULE:
-            return node.op == "call_function" and node.target in FRESH_FUNCTIONS
-        if isinstance(module, Convolution | SqueezeExcite):
-            return True
-        where = type(module).__module__
-        return where.startswith("torch.nn.") and where.endswith(FRESH_MODULES)
+        return not any(self._memory.is_written(each, reader, chain.nodes) for each, reader in reads)
 
     def _replace(self, chain: _Chain, name: str) -> None:
         first, last = chain.nodes[0], chain.nodes[-1]
@@ -373,10 +304,10 @@ class _Fuser:
         """Put a call in the place of a chain."""
         last = chain.nodes[-1]
         last.replace_all_uses_with(call)
-        self._order[call] = self._order[last]
+        self._memory.order[call] = self._memory.order[last]
         for node in reversed(chain.nodes):
             self.traced.graph.erase_node(node)
-            del self._order[node]
+            del self._memory.order[node]
 
 
 def _both(factors: tuple[object, object] | None) -> list[tuple[fx.Node, fx.Node]]:
@@ -390,15 +321,15 @@ def _both(factors: tuple[object, object] | None) -> list[tuple[fx.Node, fx.Node]
 
 def _is_pixelwise(module: nn.Module) -> bool:
     """Return whether it is a 1x1 convolution with stride 1."""
-    is_conv = type(module) is nn.Conv2d and _is_plain(module) and module.kernel_size == (1, 1)
+    is_conv = type(module) is nn.Conv2d and has_no_hooks(module) and module.kernel_size == (1, 1)
     return is_conv and _geometry(module) == ConvGeometry()
 
 
 def _is_mean(traced: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether the node is the mean over all pixels, as an image of one."""
-    module = _module(traced, node)
+    module = called_module(traced, node)
     if module is not NO_MODULE:
-        is_pool = type(module) is nn.AdaptiveAvgPool2d and _is_plain(module)
+        is_pool = type(module) is nn.AdaptiveAvgPool2d and has_no_hooks(module)
         return is_pool and module.output_size in ONE_PIXEL
     if node.op not in ("call_function", "call_method"):
         return False
@@ -432,7 +363,9 @@ def _geometry(conv: nn.Conv2d) -> ConvGeometry | None:
 
 def _is_norm(module: nn.Module) -> bool:
     """Return whether it is a batch norm with running statistics; without, it uses the batch's."""
-    return type(module) is nn.BatchNorm2d and _is_plain(module) and module.running_mean is not None
+    return (
+        type(module) is nn.BatchNorm2d and has_no_hooks(module) and module.running_mean is not None
+    )
 
 
 def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
@@ -474,11 +407,11 @@ def _move_biases(traced: fx.GraphModule) -> None:
     """Move the bias of a convolution that is only added to another into that one: cuDNN would take
     another pass over the result for it."""
     for node in traced.graph.nodes:
-        layer = _module(traced, node)
+        layer = called_module(traced, node)
         if not isinstance(layer, Convolution) or len(node.args) < len(("x", "residual")):
             continue
         added = node.args[1]
-        other = _module(traced, added)
+        other = called_module(traced, added)
         is_alone = isinstance(other, Convolution) and len(added.users) == len(added.args) == 1
         if not is_alone or other.bias is None or layer.bias is None:
             continue
@@ -491,8 +424,8 @@ def _move_biases(traced: fx.GraphModule) -> None:
 
 def _pools(traced: fx.GraphModule, tuner: Tuner | None) -> None:
     for number, node in enumerate(list(traced.graph.nodes)):
-        module = _module(traced, node)
-        if type(module) is not nn.MaxPool2d or not _is_plain(module):
+        module = called_module(traced, node)
+        if type(module) is not nn.MaxPool2d or not has_no_hooks(module):
             continue
         if module.ceil_mode or module.return_indices or _pair(module.dilation) != (1, 1):
             continue

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from penstock.kernels.pointwise import Epilogue
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
-Run = Callable[[torch.Tensor, torch.Tensor | None], Result]
+# Of x and a residual, which may be None; layers with more inputs take them after these.
+Run = Callable[..., Result]
 Pair = tuple[int, int]
 # Computes a factor for each image and channel.
 Scale = Callable[[torch.Tensor], torch.Tensor]
@@ -57,12 +58,12 @@ OWN = ("triton", "epilogue", "cublas")
 
 
 class Layer(Protocol):
-    """A layer with several implementations of (x, residual); the residual may be None."""
+    """A layer with several implementations of its tensors: x, a residual or None, and others."""
 
-    def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
+    def key(self, *tensors: torch.Tensor | None) -> str:
         """Return everything that the choice depends on."""
 
-    def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
+    def implementations(self, *tensors: torch.Tensor | None) -> dict[str, Run]:
         """Return what can run this case, by name; REFERENCE is right by definition."""
 
 
@@ -164,15 +165,15 @@ class Tuner:
     _waiting: dict[str, Case] = field(default_factory=dict)
 
     def find(
-        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None
+        self, layer: Layer, x: torch.Tensor, *others: torch.Tensor | None
     ) -> tuple[str, Run] | None:
         """Return the chosen implementation, or queue the case and return None."""
-        key = layer.key(x, residual)
+        key = layer.key(x, *others)
         name = self.choices.get(key)
-        if name is not None and (run := layer.implementations(x, residual).get(name)):
+        if name is not None and (run := layer.implementations(x, *others).get(name)):
             self._used.add(key)
             return name, run
-        forms = tuple(None if t is None else (t.shape, t.stride()) for t in (x, residual))
+        forms = tuple(None if t is None else (t.shape, t.stride()) for t in (x, *others))
         self._waiting.setdefault(key, Case(layer, forms, x.dtype, x.device))
         return None
 
@@ -206,28 +207,26 @@ class Tuner:
 
         with pointwise.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
             for case in cases:
-                x, residual = case.empty()
-                assert x is not None
-                for name, run in case.layer.implementations(x, residual).items():
+                tensors = case.empty()
+                for name, run in case.layer.implementations(*tensors).items():
                     if name.startswith(OWN):
                         # Errors are reported when it is timed.
                         with contextlib.suppress(Exception):
-                            run(x, residual)
+                            run(*tensors)
 
     def _fastest(self, key: str, case: Case) -> str:
         times = {}
         try:
-            x, residual = case.randomized()
-            assert x is not None
-            runs = case.layer.implementations(x, residual)
-            wanted = runs[REFERENCE](x, residual)
+            tensors = case.randomized()
+            runs = case.layer.implementations(*tensors)
+            wanted = runs[REFERENCE](*tensors)
         except torch.OutOfMemoryError as error:
             self.problems[key] = first_line(error)
             return REFERENCE
         for name, run in runs.items():
             try:
-                check_close(run(x, residual), wanted, TOLERANCE.get(x.dtype, 0.0))
-                times[name] = self.timer.seconds(partial(run, x, residual))
+                check_close(run(*tensors), wanted, TOLERANCE.get(case.dtype, 0.0))
+                times[name] = self.timer.seconds(partial(run, *tensors))
             except Exception as error:  # Implementations may not support the case.
                 self.problems[f"{key}: {name}"] = first_line(error)
         return min(times, key=lambda name: times[name]) if times else REFERENCE
@@ -316,20 +315,27 @@ class Chosen:
         self._tuner = tuner
         self._runs: dict[object, tuple[str, int, Run]] = {}
 
-    def run(self, x: torch.Tensor, residual: torch.Tensor | None, default: Run) -> Result:
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        default: Run,
+        *others: torch.Tensor,
+    ) -> Result:
         tuner = self._tuner
         if tuner is None:
-            return default(x, residual)
-        key = x.shape, x.dtype, None if residual is None else residual.shape
+            return default(x, residual, *others)
+        shapes = tuple(each.shape for each in others)
+        key = x.shape, x.dtype, None if residual is None else residual.shape, *shapes
         known = self._runs.get(key)
         if known is not None:
-            return known[2](x, residual)
-        found = tuner.find(self._layer, x, residual)
+            return known[2](x, residual, *others)
+        found = tuner.find(self._layer, x, residual, *others)
         if found is None:
-            return default(x, residual)
+            return default(x, residual, *others)
         name, run = found
         self._runs[key] = name, x.shape[0], run
-        return run(x, residual)
+        return run(x, residual, *others)
 
     def names(self) -> list[tuple[int, str]]:
         return [(batch, name) for name, batch, _ in self._runs.values()]
@@ -340,7 +346,15 @@ class Chosen:
         return self._tuner.workspace
 
 
-class Convolution(torch.nn.Module):  # type: ignore[misc]
+class Fused(torch.nn.Module):  # type: ignore[misc]
+    """A layer that returns new memory, by the implementation chosen for its sizes."""
+
+    def __init__(self, tuner: Tuner | None) -> None:
+        super().__init__()
+        self.chosen = Chosen(self, tuner)
+
+
+class Convolution(Fused):
     """conv2d, optionally with a tensor added to it and an activation; `adds_last`: the activation
     comes first."""
 
@@ -353,13 +367,12 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         tuner: Tuner | None,
         adds_last: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(tuner)
         self.weight = weight
         self.bias = bias
         self.geometry = geometry
         self.activation = activation
         self.adds_last = adds_last
-        self.chosen = Chosen(self, tuner)
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -549,13 +562,12 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return {f"triton depthwise {tile}": partial(run, tile) for tile in tiles}
 
 
-class MaxPool(torch.nn.Module):  # type: ignore[misc]
+class MaxPool(Fused):
     """max_pool2d without indices, which torch's operator also writes."""
 
     def __init__(self, size: Pair, stride: Pair, padding: Pair, tuner: Tuner | None) -> None:
-        super().__init__()
+        super().__init__(tuner)
         self.size, self.stride, self.padding = size, stride, padding
-        self.chosen = Chosen(self, tuner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.ndim != IMAGE_RANK or torch.compiler.is_compiling():
@@ -580,7 +592,7 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         return functional.max_pool2d(x, self.size, self.stride, self.padding)
 
 
-def counted(layers: Iterable[Convolution]) -> dict[int, Counter[str]]:
+def counted(layers: Iterable[Fused]) -> dict[int, Counter[str]]:
     """Count the layers of each implementation, by batch size."""
     found: dict[int, Counter[str]] = {}
     for layer in layers:

@@ -15,15 +15,15 @@ from penstock.kernels.convolution import (
     MAX_OFFSET,
     REFERENCE,
     TOLERANCE,
-    Chosen,
     Convolution,
+    Fused,
     Run,
     Tuner,
     last,
 )
 
 
-class SqueezeExcite(torch.nn.Module):  # type: ignore[misc]
+class SqueezeExcite(Fused):
     """Images multiplied by a factor for each channel, which two products compute from the means of
     the channels. Weights are those of linear layers, [out, in]."""
 
@@ -35,10 +35,9 @@ class SqueezeExcite(torch.nn.Module):  # type: ignore[misc]
         outer: Activation,
         tuner: Tuner | None,
     ) -> None:
-        super().__init__()
+        super().__init__(tuner)
         self.squeeze, self.excite = squeeze, excite
         self.inner, self.outer = inner, outer
-        self.chosen = Chosen(self, tuner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.ndim != IMAGE_RANK or torch.compiler.is_compiling():
