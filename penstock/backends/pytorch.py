@@ -30,7 +30,7 @@ from penstock.backends.checks import check_signature, num_threads, share_of_core
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
-from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
+from penstock.backends.torch_fusion import WHAT, Fusion, fuse, open_tuner
 from penstock.backends.torch_onnx import load_graph, torch_type
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
@@ -66,7 +66,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "penstock.compile": ("", "default", *WITH_GRAPHS),
     "penstock.dtype": tuple(DTYPES),
     "penstock.memory_format": ("", "channels_last"),
-    "penstock.fuse": ("", "convolutions"),
+    "penstock.fuse": ("", *WHAT),
     "penstock.cuda_graphs": ("", "on", "off"),
     "penstock.pack": ("", torch_packing.TOKENS),
 }
@@ -541,7 +541,8 @@ def _place_module(loaded: LoadedModule, config: ModelConfig, options: Options) -
     module = loaded.module
     if options.is_fused:
         sample = _sample(config, module, loaded.positional)
-        loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample))
+        what = config.options["penstock.fuse"]
+        loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample, what))
         assert loaded.fusion is not None
         module = loaded.fusion.module
     module = module.to(config.device, options.dtype).eval()

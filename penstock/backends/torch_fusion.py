@@ -24,12 +24,26 @@ from torch.nn import functional
 from penstock.backends.torch_activations import activation_of, factors_of, restore
 from penstock.backends.torch_aliasing import NO_MODULE, Memory, called_module, has_no_hooks
 from penstock.backends.torch_tracing import TraceInputs, trace
+from penstock.backends.torch_transformer import fuse_layers
 from penstock.config import ModelConfig
 from penstock.kernels import CHOICES, KERNELS, convolution
 from penstock.kernels.activation import RELU, Activation
-from penstock.kernels.convolution import ConvGeometry, Convolution, GpuTimer, MaxPool, Pair, Tuner
+from penstock.kernels.convolution import (
+    REFERENCE,
+    ConvGeometry,
+    Convolution,
+    Fused,
+    GpuTimer,
+    MaxPool,
+    Pair,
+    Tuner,
+)
+from penstock.kernels.fused_linear import Attention, FusedLinear, ResidualNorm
 from penstock.kernels.gated import GatedConvolution, SqueezeExcite
 
+# Values of `penstock.fuse`.
+CONVOLUTIONS, TRANSFORMER, EVERYTHING = "convolutions", "transformer", "on"
+WHAT = (CONVOLUTIONS, TRANSFORMER, EVERYTHING)
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 # By file, as torchvision may not be installed; its function drops branches in training.
 DROPPED_FUNCTIONS = {
@@ -40,6 +54,8 @@ POOL_FUNCTIONS = {functional.adaptive_avg_pool2d, torch.ops.aten.adaptive_avg_po
 MEAN_FUNCTIONS = {torch.mean, torch.ops.aten.mean.dim, "mean"}
 ADD_FUNCTIONS = {operator.add, operator.iadd, torch.add}
 ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
+# Fused layers, as facts name them.
+KINDS = ("convolutions", "linear layers", "norms", "attentions", "gates")
 # Sizes of a pool's output that mean one pixel.
 ONE_PIXEL = (1, (1, 1))
 
@@ -69,17 +85,20 @@ class Fusion:
         self.is_open = False
 
     @property
-    def layers(self) -> list[Convolution]:
-        """The convolution of every call; a module may be called several times."""
+    def layers(self) -> list[Fused]:
+        """The fused layer of every call but pools; a module may be called several times."""
         found = (called_module(self.module, node) for node in self.module.graph.nodes)
-        return [each for each in found if isinstance(each, Convolution)]
+        return [each for each in found if isinstance(each, Fused) and not isinstance(each, MaxPool)]
 
     def facts(self) -> dict[str, str]:
         """Report the layers and their implementations, for the smallest and largest batch."""
         layers = self.layers
-        text = f"{len(layers)} convolutions"
+        kinds = Counter(_kind(each) for each in layers)
+        # The number of convolutions comes first, also if there are none.
+        names = [name for name in KINDS if kinds[name] or name == KINDS[0]]
+        text = ", ".join(f"{kinds[name]} {name}" for name in names)
         if self.tuner is None:
-            return {"fusion": f"{text}: {_list(Counter(each.default for each in layers))}"}
+            return {"fusion": f"{text}: {_list(Counter(_default(each) for each in layers))}"}
         counts = convolution.counted(layers)
         for batch in sorted({*sorted(counts)[:1], *sorted(counts)[-1:]}):
             text += f"; batch {batch}: {_list(counts[batch])}"
@@ -93,6 +112,19 @@ class Fusion:
         if self.tuner is None or not self.tuner.used():
             return {}
         return convolution.to_remember(self.tuner)
+
+
+def _kind(layer: Fused) -> str:
+    """Return what a layer is, in words; one of KINDS."""
+    if isinstance(layer, FusedLinear):
+        return KINDS[1]
+    if isinstance(layer, Convolution):
+        return KINDS[0]
+    return {ResidualNorm: KINDS[2], Attention: KINDS[3], SqueezeExcite: KINDS[4]}[type(layer)]
+
+
+def _default(layer: Fused) -> str:
+    return layer.default if isinstance(layer, Convolution) else REFERENCE
 
 
 def _list(counts: Counter[str]) -> str:
@@ -115,17 +147,23 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
 
 
 def fuse(
-    module: nn.Module, tuner: Tuner | None = None, sample: TraceInputs | None = None
+    module: nn.Module,
+    tuner: Tuner | None = None,
+    sample: TraceInputs | None = None,
+    what: str = CONVOLUTIONS,
 ) -> Fusion:
     """Fuse a module in evaluation mode, before it is cast: weights are folded in their own
-    precision. Raise ConfigError if it cannot be traced."""
+    precision. `what` is one of WHAT. Raise ConfigError if it cannot be traced."""
     traced = trace(module, sample)
     with torch.no_grad():
         _drop(traced)
         restore(traced)
-        _Fuser(traced, tuner).run()
-        _move_biases(traced)
-        _pools(traced, tuner)
+        if what != TRANSFORMER:
+            _Fuser(traced, tuner).run()
+            _move_biases(traced)
+            _pools(traced, tuner)
+        if what != CONVOLUTIONS:
+            fuse_layers(traced, tuner)
     traced.graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()

@@ -502,12 +502,17 @@ class Convolution(Fused):
             return y if residual is None else y.add_(residual)
         else:
             y = torch.addmm(self.bias, rows, weight)
-        if not rows.is_cuda or not has_triton() or y.numel() > MAX_OFFSET:
+        return self._rest_in_place(y, residual)
+
+    def _rest_in_place(self, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Apply what follows product and bias to a matrix, in one kernel on a GPU."""
+        if not y.is_cuda or not has_triton() or y.numel() > MAX_OFFSET:
             return self._rest(y, residual)
         if residual is None and self.activation is None:
             return y
         from penstock.kernels import pointwise
 
+        residual = None if residual is None else residual.contiguous()
         after = pointwise.Epilogue(None, residual, self.activation, self.adds_last)
         return pointwise.finish(y, after)
 

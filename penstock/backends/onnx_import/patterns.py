@@ -1,19 +1,21 @@
 """Finds layers that exporters write as several operators, and makes one of each.
 
-Layer norm, GELU, attention and the bias of a linear layer become what torch has for them: faster,
-and safe in FP16, where the squares of a decomposed layer norm overflow.
+Layer norm, activations, attention and the bias of a linear layer become what torch has for them:
+faster, known to fusion, and safe in FP16, where the squares of a decomposed layer norm overflow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from penstock.backends.onnx_import import elementwise, reductions, shapes
+from penstock.backends import torch_activations
+from penstock.backends.onnx_import import elementwise, layers, reductions, shapes
 from penstock.backends.onnx_import.importer import RANK
 
 MEAN = reductions.OPERATORS["ReduceMean"].compute
@@ -21,7 +23,11 @@ SOFTMAX = elementwise.OPERATORS["Softmax"].compute
 MULTIPLY, ADD, SUBTRACT = torch.mul, torch.add, torch.sub
 # Exporters write constants with seven digits or so.
 RELATIVE = 1e-4
-ATTENTION_RANK = 4
+ATTENTION_RANK = IMAGE_RANK = 4
+GLOBAL_POOL = layers.OPERATORS["GlobalAveragePool"].compute
+PIXELS = ([2, 3], [-2, -1], [-1, -2])
+# Factors of GELU in its tanh form.
+TANH_FACTOR, CUBE_FACTOR = math.sqrt(2 / math.pi), 0.044715
 
 
 def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
@@ -32,10 +38,15 @@ def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
         ("linear_bias", _fuse_bias),
         ("layer_norm", _fuse_layer_norm),
         ("gelu", _fuse_gelu),
+        ("gelu_tanh", _fuse_tanh_gelu),
+        ("activation", _name_activation),
+        ("hard_swish", _fuse_hard_swish),
+        ("global_pool", _name_pool),
         ("attention", _fuse_attention),
     ):
         counts[name] = sum(find(module, node) for node in list(module.graph.nodes))
         module.graph.eliminate_dead_code()
+    counts["gated"] = torch_activations.restore(module)
     module.delete_all_unused_submodules()
     module.recompile()
     return counts
@@ -214,31 +225,134 @@ def _fuse_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
     if inner is None or not _is_near(inner[1], math.sqrt(0.5)) or raised is None:
         return False
     x, plus = inner[0], _number(raised, ADD)
-    product = _only_user(raised)
-    if plus is None or plus[1] != 1 or product is None:
+    if plus is None or plus[1] != 1:
         return False
-    # The factors x and 1/2 may be applied in any order, over one or two products.
-    halves, has_x, last = 1.0, False, raised
+    last = _last_product(raised, x, 0.5)
+    if last is None:
+        return False
+    return _replace(last, lambda graph: graph.call_function(functional.gelu, (x,)))
+
+
+def _last_product(start: fx.Node, x: fx.Node, factor: float) -> fx.Node | None:
+    """Return the node that is `start` times x times the factor: these may be applied in any order,
+    over one or two products."""
+    product, number, has_x, last = _only_user(start), 1.0, False, start
     while product is not None and _calls(product, MULTIPLY, elementwise.divide):
-        number = _factor(product)
-        if number is not None and number[0] is last:
-            halves *= number[1]
+        part = _factor(product)
+        if part is not None and part[0] is last:
+            number *= part[1]
         elif not has_x and _calls(product, MULTIPLY):
             rest = _other(product, last)
             part = _factor(rest)
             if rest is x:
                 has_x = True
             elif part is not None and part[0] is x:
-                has_x, halves = True, halves * part[1]
+                has_x, number = True, number * part[1]
             else:
-                return False
+                return None
         else:
-            return False
+            return None
         last = product
-        if has_x and _is_near(halves, 0.5):
-            return _replace(last, lambda graph: graph.call_function(functional.gelu, (x,)))
+        if has_x and _is_near(number, factor):
+            return last
         product = _only_user(last)
+    return None
+
+
+def _fuse_tanh_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x cubed)))."""
+    if not _calls(node, torch.tanh):
+        return False
+    inner, raised = _factor(node.args[0]), _only_user(node)
+    if inner is None or not _is_near(inner[1], TANH_FACTOR) or raised is None:
+        return False
+    plus, total = _number(raised, ADD), inner[0]
+    if plus is None or plus[1] != 1 or not _calls(total, ADD):
+        return False
+    for x, cubic in (total.args, total.args[::-1]):
+        cube = _factor(cubic)
+        is_cubic = cube is not None and _is_near(cube[1], CUBE_FACTOR)
+        if not is_cubic or not isinstance(x, fx.Node) or not _is_cube(cube[0], x):
+            continue
+        last = _last_product(raised, x, 0.5)
+        if last is not None:
+            return _replace(last, partial(_call_tanh_gelu, x=x))
     return False
+
+
+def _call_tanh_gelu(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(functional.gelu, (x,), {"approximate": "tanh"})
+
+
+def _is_cube(node: fx.Node, x: fx.Node) -> bool:
+    if (power := _number(node, elementwise.power)) is not None:
+        return power == (x, 3.0)
+    if not _calls(node, MULTIPLY) or x not in node.args:
+        return False
+    square = _other(node, x)
+    if not isinstance(square, fx.Node):
+        return False
+    power = _number(square, elementwise.power)
+    return power == (x, 2.0) if power is not None else square.args == (x, x)
+
+
+def _name_activation(module: fx.GraphModule, node: fx.Node) -> bool:
+    """An operator of ONNX that torch has a function for."""
+    given, x = dict(node.kwargs), node.args[0] if node.args else None
+    made: tuple[Callable[..., object], tuple[object, ...], dict[str, object]] | None = None
+    if _calls(node, elementwise.clip):
+        bounds = [*node.args[1:], None, None][:2]
+        names = ("min", "max")
+        bounds = [given.get(n) if b is None else b for n, b in zip(names, bounds, strict=True)]
+        if any(isinstance(each, fx.Node) for each in bounds) or bounds == [None, None]:
+            return False
+        made = torch.clamp, (x,), dict(zip(names, bounds, strict=True))
+    elif _calls(node, elementwise.hard_sigmoid):
+        is_torch = _is_near(given.get("alpha", 0.2), 1 / 6) and given.get("beta", 0.5) == 0.5
+        made = (functional.hardsigmoid, (x,), {}) if is_torch else None
+    elif _calls(node, elementwise.hard_swish):
+        made = functional.hardswish, (x,), {}
+    elif _calls(node, elementwise.leaky_relu):
+        made = functional.leaky_relu, (x, given.get("alpha", 0.01)), {}
+    elif _calls(node, elementwise.gelu):
+        made = functional.gelu, (x,), {"approximate": given.get("approximate", "none")}
+    elif _calls(node, elementwise.swish) and given.get("alpha", 1.0) == 1:
+        made = functional.silu, (x,), {}
+    if made is None:
+        return False
+    return _replace(node, lambda graph: graph.call_function(*made))
+
+
+def _fuse_hard_swish(module: fx.GraphModule, node: fx.Node) -> bool:
+    """x * clip(x + 3, 0, 6) / 6, in any order."""
+    if not _calls(node, torch.clamp) or dict(node.kwargs) != {"min": 0, "max": 6}:
+        return False
+    moved = _number(node.args[0], ADD) if isinstance(node.args[0], fx.Node) else None
+    if moved is None or moved[1] != 3:
+        return False
+    x = moved[0]
+    last = _last_product(node, x, 1 / 6)
+    if last is None:
+        return False
+    return _replace(last, lambda graph: graph.call_function(functional.hardswish, (x,)))
+
+
+def _name_pool(module: fx.GraphModule, node: fx.Node) -> bool:
+    """The mean over the pixels of images, before a convolution."""
+    user = _only_user(node)
+    if user is None or user.op != "call_module":
+        return False
+    if type(module.get_submodule(str(user.target))) is not nn.Conv2d:
+        return False
+    is_pool = _calls(node, GLOBAL_POOL)
+    if _calls(node, MEAN):
+        axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("axes")
+        is_list = isinstance(axes, list | tuple)
+        is_pool = is_list and list(axes) in PIXELS and node.kwargs.get("keepdims", 1) == 1
+    if not is_pool or node.meta.get(RANK) != IMAGE_RANK:
+        return False
+    x = node.args[0]
+    return _replace(node, lambda graph: graph.call_function(functional.adaptive_avg_pool2d, (x, 1)))
 
 
 def attend(
@@ -286,7 +400,19 @@ def _fuse_attention(module: fx.GraphModule, node: fx.Node) -> bool:
     q, k = scores.args
     if isinstance(mask, fx.Node) and mask.meta.get(RANK) not in (2, 3, ATTENTION_RANK):
         return False
+    if mask is None:
+        return _replace(node, lambda graph: _plain_attention(graph, (q, k, values), scale))
     return _replace(node, lambda graph: graph.call_function(attend, (q, k, values, mask, scale)))
+
+
+def _plain_attention(
+    graph: fx.Graph, tensors: tuple[object, object, object], scale: float
+) -> fx.Node:
+    """Attention without a mask, as torch writes it: fusion knows this function."""
+    q, k, values = tensors
+    keys = graph.call_function(torch.transpose, (k, -1, -2))
+    function = functional.scaled_dot_product_attention
+    return graph.call_function(function, (q, keys, values), {"scale": scale})
 
 
 def _split_mask(added: fx.Node) -> tuple[object, object]:
