@@ -79,7 +79,7 @@ class _LayerFuser:
 
     def _add(self, kind: str, module: nn.Module) -> str:
         self._number += 1
-        name = f"penstock_{kind}_{self._number}"
+        name = f"penstock_fused_{kind}_{self._number}"
         self.traced.add_submodule(name, module.eval())
         return name
 

@@ -595,7 +595,9 @@ def test_options_that_do_not_go_together(config, tmp_path):
     options = {"penstock.fuse": "convolutions", "penstock.compile": "default"}
     with pytest.raises(ConfigError, match="penstock.fuse: not together with penstock.compile"):
         backend("pytorch")(replace(config, options=options))
-    with pytest.raises(ConfigError, match="penstock.fuse: 'all' is not one of convolutions"):
+    with pytest.raises(
+        ConfigError, match="penstock.fuse: 'all' is not one of convolutions, transformer, on"
+    ):
         backend("pytorch")(replace(config, options={"penstock.fuse": "all"}))
     other = replace(config, artifact=str(tmp_path / "model.pt2"))
     with pytest.raises(ConfigError, match="penstock.fuse: only for module.py"):

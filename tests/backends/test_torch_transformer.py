@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
 convolution = pytest.importorskip("penstock.kernels.convolution")
+tracing = pytest.importorskip("penstock.backends.torch_tracing")
 nn, functional = torch.nn, torch.nn.functional
 WIDTH, HEADS, LENGTH = 16, 2, 5
 
@@ -89,6 +90,28 @@ def test_two_layers_of_an_encoder(attend):
     assert found.facts() == {"fusion": text}
     acts = [str(layer.activation) for layer in found.layers if hasattr(layer, "activation")]
     assert acts.count("gelu") == 2
+
+
+@pytest.mark.parametrize("attend", [packed, separate, whole])
+def test_code_that_looks_at_shapes_is_exported_and_fused_too(attend):
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(Block(attend), Block(attend))
+
+        def forward(self, x):
+            return self.blocks(x if x.shape[1] > 1 else x[:, :1])
+
+    torch.manual_seed(0)
+    module = Looks().eval()
+    sample = tracing.TraceInputs([tokens()], {}, has_batch=True)
+    found = fusion.fuse(module, None, sample, "on")
+    five = tokens(5)
+    with torch.inference_mode():
+        torch.testing.assert_close(found.module(five), module(five), atol=1e-5, rtol=1e-5)
+    counts = layers_of(found)
+    assert counts["Attention"] == 2 and counts["FusedLinear"] == 8
+    assert counts["ResidualNorm"] == 4 and not {"Linear", "LayerNorm", "gelu"} & set(counts)
 
 
 def test_results_of_attention_that_somebody_reads_are_computed_as_before():
