@@ -37,11 +37,13 @@ def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
         ("padding", _fuse_padding),
         ("linear_bias", _fuse_bias),
         ("layer_norm", _fuse_layer_norm),
+        ("transpose", _name_transpose),
         ("gelu", _fuse_gelu),
         ("gelu_tanh", _fuse_tanh_gelu),
         ("activation", _name_activation),
         ("hard_swish", _fuse_hard_swish),
         ("global_pool", _name_pool),
+        ("keys", _name_keys),
         ("attention", _fuse_attention),
     ):
         counts[name] = sum(find(module, node) for node in list(module.graph.nodes))
@@ -105,9 +107,10 @@ def _add_module(graph_module: fx.GraphModule, kind: str, layer: nn.Module) -> st
     return name
 
 
-def _replace(node: fx.Node, insert: Callable[[fx.Graph], fx.Node]) -> bool:
+def _replace(node: fx.Node, insert: Callable[[fx.Graph], fx.Node], rank: int | None = None) -> bool:
     with node.graph.inserting_before(node):
         made = insert(node.graph)
+    made.meta[RANK] = rank
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     return True
@@ -259,6 +262,16 @@ def _last_product(start: fx.Node, x: fx.Node, factor: float) -> fx.Node | None:
     return None
 
 
+def _name_transpose(module: fx.GraphModule, node: fx.Node) -> bool:
+    """An order of dimensions that torch has a function for."""
+    order = node.kwargs.get("perm")
+    if not _calls(node, shapes.transpose) or not isinstance(order, list | tuple):
+        return False
+    x, rank = node.args[0], node.meta.get(RANK)
+    _replace(node, lambda graph: graph.call_function(torch.permute, (x, list(order))), rank)
+    return True
+
+
 def _fuse_tanh_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
     """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x cubed)))."""
     if not _calls(node, torch.tanh):
@@ -360,13 +373,14 @@ def attend(
     k_transposed: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
+    scale: float | None,
 ) -> torch.Tensor:
     scores = (*q.shape[:-1], k_transposed.shape[-1])
     if mask is not None:
         mask = mask.to(q.dtype)
         if torch.broadcast_shapes(mask.shape, scores) != scores:
             # The mask adds rows or heads, which the fused kernel does not take.
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
             return torch.softmax(q @ k_transposed * scale + mask, -1) @ v
     k = k_transposed.transpose(-1, -2)
     return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
@@ -378,35 +392,143 @@ def _fuse_attention(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     softmax, values = node.args
     assert isinstance(softmax, fx.Node)
-    # Only the products of heads: four dimensions, over the last of which softmax goes.
-    last = softmax.kwargs.get("axis", -1 if softmax.kwargs["opset"] >= 13 else 1)
-    is_last = last == -1 or last == ATTENTION_RANK - 1
-    if softmax.meta.get(RANK) != ATTENTION_RANK or not is_last or len(softmax.users) != 1:
+    if not _is_over_last(softmax) or len(softmax.users) != 1:
         return False
     scores, mask = softmax.args[0], None
     if _calls(scores, ADD):
         assert isinstance(scores, fx.Node)
         scores, mask = _split_mask(scores)
-    scale = 1.0
-    while (part := _factor(scores)) is not None:
-        if len(part[0].users) != 1:
-            return False
-        scores, scale = part[0], scale * part[1]
-    if not _calls(scores, torch.matmul):
+    is_known = softmax.meta.get(RANK) == ATTENTION_RANK
+    if isinstance(mask, fx.Node):
+        is_known &= mask.meta.get(RANK) in (2, 3, ATTENTION_RANK)
+    found = _heads(module, scores)
+    if found is None or not (is_known or (mask is None and softmax.meta.get(RANK) is None)):
         return False
-    assert isinstance(scores, fx.Node)
-    if len(scores.users) != 1:
-        return False
-    q, k = scores.args
-    if isinstance(mask, fx.Node) and mask.meta.get(RANK) not in (2, 3, ATTENTION_RANK):
-        return False
+    q, k, scale = found
     if mask is None:
         return _replace(node, lambda graph: _plain_attention(graph, (q, k, values), scale))
     return _replace(node, lambda graph: graph.call_function(attend, (q, k, values, mask, scale)))
 
 
+def _is_over_last(softmax: fx.Node) -> bool:
+    """Return whether it goes over the last dimension; that of heads is the fourth."""
+    is_new = softmax.kwargs["opset"] >= 13
+    last = softmax.kwargs.get("axis", -1 if is_new else 1)
+    is_fourth = last == ATTENTION_RANK - 1 and softmax.meta.get(RANK) == ATTENTION_RANK
+    # Before opset 13 the dimensions were flattened, which needs them to be known.
+    is_last = last == -1 and (is_new or softmax.meta.get(RANK) == ATTENTION_RANK)
+    return is_fourth or is_last
+
+
+def _heads(module: fx.GraphModule, scores: object) -> tuple[object, object, float | None] | None:
+    """Return queries, transposed keys and the scale of their products; None: torch's own."""
+    scale = 1.0
+    while (part := _factor(scores)) is not None:
+        if len(part[0].users) != 1:
+            return None
+        scores, scale = part[0], scale * part[1]
+    if not isinstance(scores, fx.Node) or not _calls(scores, torch.matmul):
+        return None
+    if len(scores.users) != 1:
+        return None
+    q, k = scores.args
+    if scale == 1 and (found := _head_scaled(module, q, k)) is not None:
+        return found
+    parts = []
+    for each in (q, k):
+        part = _scalar_factor(module, each)
+        parts.append(each if part is None else part[0])
+        scale *= 1.0 if part is None else part[1]
+    return parts[0], parts[1], scale
+
+
+def _scalar_factor(module: fx.GraphModule, node: object) -> tuple[fx.Node, float] | None:
+    """Return the tensor and the number it is multiplied by, which may be a constant of one."""
+    if not isinstance(node, fx.Node):
+        return None
+    if (found := _factor(node)) is not None:
+        return found
+    if not _calls(node, MULTIPLY) or len(node.args) != 2:
+        return None
+    x, factor = node.args
+    value = _weight(module, factor)
+    is_number = value is not None and value.numel() == 1 and value.dim() <= 1
+    return (x, float(value)) if is_number and isinstance(x, fx.Node) else None
+
+
+def transpose_heads(x: torch.Tensor, flat: list[int], whole: list[int]) -> torch.Tensor:
+    """Flatten heads, transpose the last two dimensions and restore them: a view if these are the
+    heads that x has."""
+    if list(x.shape[1:]) == [whole[1], whole[3], whole[2]]:
+        return x.transpose(-1, -2)
+    return shapes.reshape(shapes.reshape(x, flat).transpose(1, 2), whole)
+
+
+def _name_keys(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Keys that an exporter transposes as a batch of matrices."""
+    order = node.args[0] if node.args else None
+    if not _calls(node, shapes.reshape) or not _calls(order, torch.permute):
+        return False
+    assert isinstance(order, fx.Node)
+    flat, whole = order.args[0], node.args[1] if len(node.args) > 1 else None
+    if order.args[1] != [0, 2, 1] or not _calls(flat, shapes.reshape):
+        return False
+    assert isinstance(flat, fx.Node)
+    first = flat.args[1] if len(flat.args) > 1 else None
+    is_list = isinstance(first, list) and isinstance(whole, list)
+    if not is_list or len(first) != 3 or len(whole) != ATTENTION_RANK or min(whole[1:]) < 1:
+        return False
+    if len(order.users) != 1 or len(flat.users) != 1 or 0 in first or 0 in whole:
+        return False
+    if node.kwargs.get("allowzero") or flat.kwargs.get("allowzero"):
+        return False
+    x = flat.args[0]
+    rank = node.meta.get(RANK)
+    return _replace(
+        node, lambda graph: graph.call_function(transpose_heads, (x, first, whole)), rank
+    )
+
+
+def _head_scaled(
+    module: fx.GraphModule, q: object, k: object
+) -> tuple[object, object, None] | None:
+    """Return queries and keys without the factors that make up torch's own scale: the root of
+    1 / sqrt(size of a head) for each, which an exporter computes from the shape of the queries."""
+    if not _calls(q, MULTIPLY) or not _calls(k, MULTIPLY):
+        return None
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node)
+    (queries, one), (keys, other) = q.args, k.args
+    if not _calls(one, torch.sqrt) or not _calls(other, torch.sqrt):
+        return None
+    assert isinstance(one, fx.Node) and isinstance(other, fx.Node)
+    inverse = _uncast(one.args[0])
+    if one.args != other.args or not _calls(inverse, elementwise.divide):
+        return None
+    assert isinstance(inverse, fx.Node)
+    numerator, root = inverse.args
+    value = _weight(module, numerator)
+    is_one = numerator == 1 or (value is not None and value.numel() == 1 and float(value) == 1)
+    if not is_one or not _calls(_uncast(root), torch.sqrt):
+        return None
+    size = _uncast(_uncast(root).args[0])
+    is_last = _calls(size, shapes.take_slice) and list(size.args[1]) == [-1]
+    whole = size.args[0] if is_last else None
+    if isinstance(whole, fx.Node) and whole.op == "call_module":
+        # Moved to the device.
+        whole = whole.args[0]
+    is_shape = _calls(whole, shapes.shape) and whole.args[0] is queries and not whole.kwargs
+    return (queries, keys, None) if is_shape else None
+
+
+def _uncast(node: object) -> fx.Node | None:
+    while _calls(node, elementwise.cast):
+        assert isinstance(node, fx.Node)
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
 def _plain_attention(
-    graph: fx.Graph, tensors: tuple[object, object, object], scale: float
+    graph: fx.Graph, tensors: tuple[object, object, object], scale: float | None
 ) -> fx.Node:
     """Attention without a mask, as torch writes it: fusion knows this function."""
     q, k, values = tensors

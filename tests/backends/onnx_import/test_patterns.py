@@ -15,7 +15,7 @@ from torch.nn import functional
 from penstock.backends import torch_fusion
 from penstock.backends.onnx_import.folding import fold_shapes, retype
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
-from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.backends.onnx_import.patterns import fuse_patterns, transpose_heads
 from penstock.types import Array
 
 WIDTH, HEADS, LENGTH = 16, 2, 5
@@ -99,6 +99,7 @@ def test_answers_are_those_of_onnx_runtime(path: Path, rows: int) -> None:
 def test_every_pattern_is_found(path: Path) -> None:
     found = fuse_patterns(folded(path).module)
     found = {name: count for name, count in found.items() if count}
+    assert found.pop("transpose") == 4
     assert found == {"linear_bias": 4, "layer_norm": 1, "gelu": 1, "attention": 1}
 
 
@@ -225,3 +226,54 @@ def test_a_factor_that_is_none_of_an_activation_stays(tmp_path: Path) -> None:
     with torch.no_grad():
         (answer,) = imported.module(IMAGE)
     torch.testing.assert_close(answer, torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+
+
+class Heads(nn.Module):
+    """Attention without a mask as torch has it, its queries, keys and values in one product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.norm = nn.Linear(8, 24), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2)
+        heads = self.qkv(tokens).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads.unbind(0))
+        return self.norm(tokens + mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["by tracing", "by export"])
+def test_attention_by_both_exporters_has_no_other_products(is_new: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module, x, path = Heads().eval(), torch.randn(2, 5, 2, 4), tmp_path / "model.onnx"
+    if is_new:
+        pytest.importorskip("onnxscript")
+        how: dict[str, object] = {"dynamic_shapes": ({0: torch.export.Dim.DYNAMIC},)}
+    else:
+        how = {"dynamic_axes": {"x": {0: "n"}}, "opset_version": 17}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            module, (x,), path, input_names=["x"], dynamo=is_new, verbose=False, **how
+        )
+    imported = import_file(path)
+    shapes = [(rows, *x.shape[1:]) for rows in (2, 3, 5)]
+    fold_shapes(imported, [{"x": (torch.float32, shape)} for shape in shapes])
+    assert fuse_patterns(imported.module)["attention"] == 1
+    found = torch_fusion.fuse(imported.module, None, None, "on")
+    kinds = [type(layer).__name__ for layer in found.layers]
+    assert kinds == ["FusedLinear", "Attention", "ResidualNorm"]
+    names = {getattr(node.target, "__name__", "") for node in found.module.graph.nodes}
+    assert not names & {"matmul", "mul", "sqrt", "softmax", "cast"}
+    with torch.no_grad():
+        five = torch.randn(5, 5, 2, 4)
+        (answer,) = found.module(five)
+        torch.testing.assert_close(answer, module(five), rtol=1e-4, atol=1e-5)
+
+
+def test_keys_of_other_sizes_are_transposed_as_they_were() -> None:
+    x = torch.randn(2, 6, 5, 4)
+    wanted = x.transpose(-1, -2)
+    assert torch.equal(transpose_heads(x, [-1, 5, 4], [-1, 6, 4, 5]), wanted)
+    apart = transpose_heads(x, [-1, 5, 4], [-1, 3, 4, 5])
+    assert torch.equal(apart, wanted.reshape(4, 3, 4, 5))
