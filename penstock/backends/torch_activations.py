@@ -138,6 +138,7 @@ def restore(module: fx.GraphModule) -> int:
                 with module.graph.inserting_before(node):
                     node.replace_all_uses_with(module.graph.call_function(made, (x,)))
                 module.graph.erase_node(node)
+                assert isinstance(gate, fx.Node)
                 if not gate.users:
                     module.graph.erase_node(gate)
                 count += 1

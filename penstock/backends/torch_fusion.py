@@ -232,9 +232,10 @@ class _Fuser:
             chain = _Chain([*nodes, node], called_module(self.traced, first))
             if self._memory.is_written(x, pool, chain.nodes):
                 continue
-            activations = [activation_of(self.traced, each) for each in (inner, outer)]
-            linears = [_linear(called_module(self.traced, each)) for each in (first, second)]
-            made = SqueezeExcite(linears[0], activations[0], linears[1], activations[1], self.tuner)
+            before, after = (activation_of(self.traced, each) for each in (inner, outer))
+            assert before is not None and after is not None
+            squeeze, excite = (_linear(called_module(self.traced, n)) for n in (first, second))
+            made = SqueezeExcite(squeeze, before, excite, after, self.tuner)
             self.traced.add_submodule(name, made)
             with self.traced.graph.inserting_after(node):
                 call = self.traced.graph.call_module(name, (x,))

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.kernels.depthwise import DepthwiseTile
     from penstock.kernels.pointwise import Epilogue
 
-Result = torch.Tensor | tuple[torch.Tensor, ...]
+Result: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 # Of x and a residual, which may be None; layers with more inputs take them after these.
 Run = Callable[..., Result]
 Pair = tuple[int, int]
@@ -235,8 +235,8 @@ class Tuner:
 def check_close(found: Result, wanted: Result, tolerance: float) -> None:
     """Raise ArithmeticError if the relative error (in norm) is beyond the tolerance."""
     if isinstance(found, tuple):
-        for one, other in zip(found, wanted, strict=True):
-            check_close(one, other, tolerance)
+        for number, each in enumerate(found):
+            check_close(each, wanted[number], tolerance)
         return
     assert isinstance(wanted, torch.Tensor)
     found, wanted = found.float(), wanted.float()
@@ -396,7 +396,7 @@ class Convolution(Fused):
     @property
     def is_depthwise(self) -> bool:
         groups = self.geometry.groups
-        return groups > 1 and self.weight.shape[:2] == (groups, 1)
+        return groups > 1 and list(self.weight.shape[:2]) == [groups, 1]
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
         out, _, *window = self.weight.shape
@@ -563,7 +563,8 @@ class Convolution(Fused):
             after = self._epilogue(residual)
             return depthwise.convolve(last(x), self._packed, window, after, tile)
 
-        tiles = depthwise.tiles_of(*self._out_shape(x)[2:], len(self.weight))
+        _, _, high, wide = self._out_shape(x)
+        tiles = depthwise.tiles_of(high, wide, len(self.weight), max(size))
         return {f"triton depthwise {tile}": partial(run, tile) for tile in tiles}
 
 

@@ -26,29 +26,19 @@ MAX_CHANNELS, MAX_WIDTH = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class DepthwiseTile:
-    """Rows (at most 4), columns and channels of a program."""
+    """Rows (1, 2 or 4), columns and channels of a program."""
 
     rows: int
     columns: int
     channels: int
-    num_warps: int = 4
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}x{self.channels}x{self.num_warps}"
+        return f"{self.rows}x{self.columns}x{self.channels}"
 
-
-@triton.jit
-def _add_row(
-    total, value, weight, at_c, is_channel, ROW: tl.constexpr, TAP_W: tl.constexpr,
-    NUMBER: tl.constexpr, ROWS: tl.constexpr, SIZE_H: tl.constexpr, SIZE_W: tl.constexpr,
-    STRIDE: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """Add an input row to output row NUMBER, if it lies in its window."""
-    TAP_H: tl.constexpr = ROW - NUMBER * STRIDE
-    if NUMBER < ROWS and TAP_H >= 0 and TAP_H < SIZE_H:
-        address = weight + (TAP_H * SIZE_W + TAP_W) * CHANNELS + at_c
-        total += value * tl.load(address, mask=is_channel, other=0.0)[None, :].to(tl.float32)
-    return total
+    @property
+    def num_warps(self) -> int:
+        """Eight channels for each thread: one load of 16 bytes in FP16."""
+        return min(4, max(1, self.columns * self.channels // (32 * 8)))
 
 
 @triton.jit
@@ -90,6 +80,9 @@ def _depthwise(
     is_channel = at_c < CHANNELS
     top = row * STRIDE_H - PAD_H
     left = at_w * STRIDE_W - PAD_W
+    # Weights are read once for each column, so that each thread has those of its values.
+    every_c = tl.zeros((COLUMNS, 1), dtype=tl.int32) + at_c[None, :]
+    is_every = every_c < CHANNELS
     one = tl.zeros((COLUMNS, BLOCK), dtype=tl.float32)
     two, three, four = one, one, one
     for step in tl.static_range((ROWS - 1) * STRIDE_H + SIZE_H):
@@ -100,22 +93,20 @@ def _depthwise(
             address = x + (start + tap * CHANNELS)[:, None] + at_c[None, :]
             mask = is_inside[:, None] & is_channel[None, :]
             value = tl.load(address, mask=mask, other=0.0).to(tl.float32)
-            one = _add_row(
-                one, value, weight, at_c, is_channel, step, tap,
-                0, ROWS, SIZE_H, SIZE_W, STRIDE_H, CHANNELS,
-            )  # fmt: skip
-            two = _add_row(
-                two, value, weight, at_c, is_channel, step, tap,
-                1, ROWS, SIZE_H, SIZE_W, STRIDE_H, CHANNELS,
-            )  # fmt: skip
-            three = _add_row(
-                three, value, weight, at_c, is_channel, step, tap,
-                2, ROWS, SIZE_H, SIZE_W, STRIDE_H, CHANNELS,
-            )  # fmt: skip
-            four = _add_row(
-                four, value, weight, at_c, is_channel, step, tap,
-                3, ROWS, SIZE_H, SIZE_W, STRIDE_H, CHANNELS,
-            )  # fmt: skip
+            weights = weight + tap * CHANNELS + every_c
+            # The input row lies in the window of some of the output rows.
+            if step < SIZE_H:
+                at = weights + step * SIZE_W * CHANNELS
+                one += value * tl.load(at, mask=is_every, other=0.0).to(tl.float32)
+            if ROWS > 1 and step >= STRIDE_H and step - STRIDE_H < SIZE_H:
+                at = weights + (step - STRIDE_H) * SIZE_W * CHANNELS
+                two += value * tl.load(at, mask=is_every, other=0.0).to(tl.float32)
+            if ROWS > 2 and step >= 2 * STRIDE_H and step - 2 * STRIDE_H < SIZE_H:
+                at = weights + (step - 2 * STRIDE_H) * SIZE_W * CHANNELS
+                three += value * tl.load(at, mask=is_every, other=0.0).to(tl.float32)
+            if ROWS > 2 and step >= 3 * STRIDE_H and step - 3 * STRIDE_H < SIZE_H:
+                at = weights + (step - 3 * STRIDE_H) * SIZE_W * CHANNELS
+                four += value * tl.load(at, mask=is_every, other=0.0).to(tl.float32)
     _write_row(
         one, bias, residual, y, at_c, is_channel, row, image, at_w, 0, ROWS, CHANNELS,
         OUT_H, OUT_W, HAS_BIAS, HAS_RESIDUAL, KIND, A, B, ADDS_LAST,
@@ -137,16 +128,17 @@ def _depthwise(
 FUNCTIONS = (_depthwise,)
 
 
-def tiles_of(out_h: int, out_w: int, channels: int) -> list[DepthwiseTile]:
-    """Return the tiles worth trying: several rows read less, one gives more programs."""
+def tiles_of(out_h: int, out_w: int, channels: int, size: int) -> list[DepthwiseTile]:
+    """Return the tiles worth trying: several rows read less, one gives more programs. Fewer for
+    large windows, as unrolled taps take seconds to compile."""
     block = min(MAX_CHANNELS, max(16, triton.next_power_of_2(channels)))
     widest = max(4, min(MAX_WIDTH, triton.next_power_of_2(out_w)))
     # As wide as leaves the fewest columns empty.
     columns = min(widest, max(4, widest // 2), key=lambda size: (-(-out_w // size) * size, -size))
-    counts = [rows for rows in (1, 2, 4) if rows < 2 * out_h]
+    counts = [rows for rows in ((1, 2, 4) if size <= 3 else (1, 4)) if rows < 2 * out_h]
     found = [DepthwiseTile(rows, columns, block) for rows in counts]
-    if block == MAX_CHANNELS:
-        found.append(DepthwiseTile(counts[-1], columns, block // 2, 2))
+    if block == MAX_CHANNELS and size <= 3:
+        found.append(DepthwiseTile(counts[-1], columns, block // 2))
     return found
 
 

@@ -106,7 +106,9 @@ class FusedLinear(Convolution):
         """Run on matrices."""
         rows = x.reshape(-1, x.shape[-1])
         added = None if residual is None else residual.reshape(-1, residual.shape[-1])
-        return run(rows, added).view(*x.shape[:-1], len(self.weight))
+        found = run(rows, added)
+        assert isinstance(found, torch.Tensor)
+        return found.view(*x.shape[:-1], len(self.weight))
 
     def _image(self, run: Run, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Run on images of one pixel."""
@@ -124,7 +126,8 @@ class FusedLinear(Convolution):
         if products is None or self.bias is None or x.dtype not in cublaslt.TYPES:
             return {}
         has_gelu = self.activation == GELU_TANH and (residual is None or self.adds_last)
-        form = cublaslt.GemmForm(num_rows, *self.matrix.shape[::-1], x.dtype, x.dtype, has_gelu)
+        width, depth = self.matrix.shape
+        form = cublaslt.GemmForm(num_rows, depth, width, x.dtype, x.dtype, has_gelu)
         rest = self._without_activation if has_gelu else self._rest_in_place
 
         def run(number: int, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:

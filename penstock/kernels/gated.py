@@ -63,7 +63,7 @@ class SqueezeExcite(Fused):
             return False
         from penstock.kernels import squeeze
 
-        return self.squeeze.out_features <= squeeze.MAX_HIDDEN
+        return bool(self.squeeze.out_features <= squeeze.MAX_HIDDEN)
 
     def plain(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Run torch's operators; an image without a batch has three dimensions."""

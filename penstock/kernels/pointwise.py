@@ -88,7 +88,7 @@ def finished(
     return total
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def _finish(
     x, bias, residual, y, num_elements, CHANNELS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KIND: tl.constexpr,

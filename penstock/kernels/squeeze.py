@@ -101,7 +101,7 @@ def _excite(
         tl.store(written, factor.to(factors.dtype.element_ty), mask=is_channel)
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit
 def _multiply(
     x, factors, y, num_elements, NUM_PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
     ELEMENTS: tl.constexpr,

@@ -110,7 +110,7 @@ def test_every_kernel_for_depthwise_convolutions_is_right(size, stride):
     x = torch.randn(4, 72, 28, 28).cuda().half().contiguous(memory_format=torch.channels_last)
     wanted = layer._plain(x, None)
     runs = {name: run for name, run in layer.implementations(x, None).items() if "depth" in name}
-    assert len(runs) >= 3
+    assert len(runs) >= (3 if size == 3 else 2)
     for name, run in runs.items():
         convolution.check_close(run(x, None), wanted, 5e-3)
         assert run(x, None).is_contiguous(memory_format=torch.channels_last), name

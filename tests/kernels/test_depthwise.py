@@ -54,7 +54,8 @@ def test_oblong_windows_without_padding(size):
 
 def test_tiles_have_few_empty_columns_and_names_of_their_own():
     for out_h, out_w, channels in ((112, 112, 32), (7, 7, 1152), (1, 1, 16), (14, 14, 40)):
-        tiles = depthwise.tiles_of(out_h, out_w, channels)
+        tiles = depthwise.tiles_of(out_h, out_w, channels, 3)
+        assert len(depthwise.tiles_of(out_h, out_w, channels, 7)) <= len(tiles)
         assert len({str(tile) for tile in tiles}) == len(tiles) > 0
         for tile in tiles:
             assert tile.rows in (1, 2, 4) and tile.rows < 2 * out_h + 1

@@ -284,8 +284,9 @@ def _fuse_tanh_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     for x, cubic in (total.args, total.args[::-1]):
         cube = _factor(cubic)
-        is_cubic = cube is not None and _is_near(cube[1], CUBE_FACTOR)
-        if not is_cubic or not isinstance(x, fx.Node) or not _is_cube(cube[0], x):
+        if cube is None or not _is_near(cube[1], CUBE_FACTOR) or not isinstance(x, fx.Node):
+            continue
+        if not _is_cube(cube[0], x):
             continue
         last = _last_product(raised, x, 0.5)
         if last is not None:
@@ -417,7 +418,7 @@ def _is_over_last(softmax: fx.Node) -> bool:
     is_fourth = last == ATTENTION_RANK - 1 and softmax.meta.get(RANK) == ATTENTION_RANK
     # Before opset 13 the dimensions were flattened, which needs them to be known.
     is_last = last == -1 and (is_new or softmax.meta.get(RANK) == ATTENTION_RANK)
-    return is_fourth or is_last
+    return bool(is_fourth or is_last)
 
 
 def _heads(module: fx.GraphModule, scores: object) -> tuple[object, object, float | None] | None:
@@ -452,8 +453,9 @@ def _scalar_factor(module: fx.GraphModule, node: object) -> tuple[fx.Node, float
         return None
     x, factor = node.args
     value = _weight(module, factor)
-    is_number = value is not None and value.numel() == 1 and value.dim() <= 1
-    return (x, float(value)) if is_number and isinstance(x, fx.Node) else None
+    if value is None or value.numel() != 1 or value.dim() > 1 or not isinstance(x, fx.Node):
+        return None
+    return x, float(value)
 
 
 def transpose_heads(x: torch.Tensor, flat: list[int], whole: list[int]) -> torch.Tensor:
@@ -475,8 +477,9 @@ def _name_keys(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     assert isinstance(flat, fx.Node)
     first = flat.args[1] if len(flat.args) > 1 else None
-    is_list = isinstance(first, list) and isinstance(whole, list)
-    if not is_list or len(first) != 3 or len(whole) != ATTENTION_RANK or min(whole[1:]) < 1:
+    if not isinstance(first, list) or not isinstance(whole, list):
+        return False
+    if len(first) != 3 or len(whole) != ATTENTION_RANK or min(whole[1:]) < 1:
         return False
     if len(order.users) != 1 or len(flat.users) != 1 or 0 in first or 0 in whole:
         return False
@@ -508,16 +511,23 @@ def _head_scaled(
     numerator, root = inverse.args
     value = _weight(module, numerator)
     is_one = numerator == 1 or (value is not None and value.numel() == 1 and float(value) == 1)
-    if not is_one or not _calls(_uncast(root), torch.sqrt):
+    root = _uncast(root)
+    if not is_one or root is None or not _calls(root, torch.sqrt):
         return None
-    size = _uncast(_uncast(root).args[0])
-    is_last = _calls(size, shapes.take_slice) and list(size.args[1]) == [-1]
-    whole = size.args[0] if is_last else None
+    return (queries, keys, None) if _is_head_size(_uncast(root.args[0]), queries) else None
+
+
+def _is_head_size(node: fx.Node | None, queries: object) -> bool:
+    """Return whether it is the last size of the queries."""
+    if node is None or not _calls(node, shapes.take_slice) or list(node.args[1]) != [-1]:
+        return False
+    whole = node.args[0]
     if isinstance(whole, fx.Node) and whole.op == "call_module":
         # Moved to the device.
         whole = whole.args[0]
-    is_shape = _calls(whole, shapes.shape) and whole.args[0] is queries and not whole.kwargs
-    return (queries, keys, None) if is_shape else None
+    if not isinstance(whole, fx.Node) or not _calls(whole, shapes.shape):
+        return False
+    return whole.args[0] is queries and not whole.kwargs
 
 
 def _uncast(node: object) -> fx.Node | None:
