@@ -41,7 +41,7 @@ MODULES: Mapping[type[nn.Module], Callable[[nn.Module], Activation | None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ActivationCall:
     """How a function is called after its input, and the activation of these values."""
 
     make: Callable[..., Activation | None]
@@ -64,16 +64,16 @@ def _gelu(approximate: object) -> Activation | None:
     return {"none": GELU, "tanh": GELU_TANH}.get(str(approximate))
 
 
-def _fixed(activation: Activation) -> _Call:
-    return _Call(lambda: activation)
+def _fixed(activation: Activation) -> _ActivationCall:
+    return _ActivationCall(lambda: activation)
 
 
-CLAMP = _Call(_clamp, ("min", "max"), (None, None))
-HARDTANH = _Call(_clamp, ("min_val", "max_val"), (-1.0, 1.0))
-LEAKY = _Call(_leaky, ("negative_slope",), (0.01,))
-GELUS = _Call(_gelu, ("approximate",), ("none",))
+CLAMP = _ActivationCall(_clamp, ("min", "max"), (None, None))
+HARDTANH = _ActivationCall(_clamp, ("min_val", "max_val"), (-1.0, 1.0))
+LEAKY = _ActivationCall(_leaky, ("negative_slope",), (0.01,))
+GELUS = _ActivationCall(_gelu, ("approximate",), ("none",))
 aten = torch.ops.aten
-CALLS: Mapping[object, _Call] = {
+CALLS: Mapping[object, _ActivationCall] = {
     **dict.fromkeys((functional.relu, functional.relu_, torch.relu, torch.relu_), _fixed(RELU)),
     **dict.fromkeys((aten.relu.default, aten.relu_.default, "relu", "relu_"), _fixed(RELU)),
     functional.relu6: _fixed(RELU6),

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.torch_tracing import IN_PLACE_NAMES
-from penstock.kernels.convolution import Fused
+from penstock.kernels.convolution import TunedLayer
 
 # Functions and modules that return new memory, so that writes to it affect nothing else.
 FRESH_FUNCTIONS = {functional.relu, torch.relu, operator.add, torch.add, torch.cat, torch.conv2d}
@@ -33,7 +33,7 @@ def has_no_hooks(module: nn.Module) -> bool:
 
 
 @dataclass(slots=True)
-class Memory:
+class GraphMemory:
     """Who reads and writes what, in a graph that is being changed: whoever puts a node in the place
     of others gives it their place in `order`."""
 
@@ -92,7 +92,7 @@ class Memory:
         module = called_module(self.traced, node)
         if module is NO_MODULE:
             return node.op == "call_function" and node.target in FRESH_FUNCTIONS
-        if isinstance(module, Fused):
+        if isinstance(module, TunedLayer):
             return True
         where = type(module).__module__
         return where.startswith("torch.nn.") and where.endswith(FRESH_MODULES)

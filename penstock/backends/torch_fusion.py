@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.torch_activations import activation_of, factors_of, restore
-from penstock.backends.torch_aliasing import NO_MODULE, Memory, called_module, has_no_hooks
+from penstock.backends.torch_aliasing import NO_MODULE, GraphMemory, called_module, has_no_hooks
 from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.backends.torch_transformer import fuse_layers
 from penstock.config import ModelConfig
@@ -32,10 +32,10 @@ from penstock.kernels.convolution import (
     REFERENCE,
     ConvGeometry,
     Convolution,
-    Fused,
     GpuTimer,
     MaxPool,
     Pair,
+    TunedLayer,
     Tuner,
 )
 from penstock.kernels.fused_linear import Attention, FusedLinear, ResidualNorm
@@ -54,7 +54,7 @@ POOL_FUNCTIONS = {functional.adaptive_avg_pool2d, torch.ops.aten.adaptive_avg_po
 MEAN_FUNCTIONS = {torch.mean, torch.ops.aten.mean.dim, "mean"}
 ADD_FUNCTIONS = {operator.add, operator.iadd, torch.add}
 ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
-# Fused layers, as facts name them.
+# TunedLayer layers, as facts name them.
 KINDS = ("convolutions", "linear layers", "norms", "attentions", "gates")
 # Sizes of a pool's output that mean one pixel.
 ONE_PIXEL = (1, (1, 1))
@@ -85,10 +85,12 @@ class Fusion:
         self.is_open = False
 
     @property
-    def layers(self) -> list[Fused]:
+    def layers(self) -> list[TunedLayer]:
         """The fused layer of every call but pools; a module may be called several times."""
         found = (called_module(self.module, node) for node in self.module.graph.nodes)
-        return [each for each in found if isinstance(each, Fused) and not isinstance(each, MaxPool)]
+        return [
+            each for each in found if isinstance(each, TunedLayer) and not isinstance(each, MaxPool)
+        ]
 
     def facts(self) -> dict[str, str]:
         """Report the layers and their implementations, for the smallest and largest batch."""
@@ -114,7 +116,7 @@ class Fusion:
         return convolution.to_remember(self.tuner)
 
 
-def _kind(layer: Fused) -> str:
+def _kind(layer: TunedLayer) -> str:
     """Return what a layer is, in words; one of KINDS."""
     if isinstance(layer, FusedLinear):
         return KINDS[1]
@@ -123,7 +125,7 @@ def _kind(layer: Fused) -> str:
     return {ResidualNorm: KINDS[2], Attention: KINDS[3], SqueezeExcite: KINDS[4]}[type(layer)]
 
 
-def _default(layer: Fused) -> str:
+def _default(layer: TunedLayer) -> str:
     return layer.default if isinstance(layer, Convolution) else REFERENCE
 
 
@@ -204,7 +206,7 @@ class _Chain:
 class _Fuser:
     traced: fx.GraphModule
     tuner: Tuner | None
-    _memory: Memory = field(init=False)
+    _memory: GraphMemory = field(init=False)
     # Weights by convolution and normalisation: a module called twice shares them.
     _weights: dict[tuple[str, str], tuple[nn.Parameter, nn.Parameter | None]] = field(
         default_factory=dict
@@ -212,7 +214,7 @@ class _Fuser:
 
     def run(self) -> None:
         graph = self.traced.graph
-        self._memory = Memory(self.traced)
+        self._memory = GraphMemory(self.traced)
         for number, node in enumerate(list(graph.nodes)):
             self._gate(node, f"penstock_gate_{number}")
         for number, node in enumerate(list(graph.nodes)):

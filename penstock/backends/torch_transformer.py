@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.torch_activations import activation_of, factors_of
-from penstock.backends.torch_aliasing import Memory, called_module, has_no_hooks
+from penstock.backends.torch_aliasing import GraphMemory, called_module, has_no_hooks
 from penstock.kernels.activation import Activation
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.fused_linear import (
@@ -65,14 +65,14 @@ class _LinearChain:
 class _LayerFuser:
     traced: fx.GraphModule
     tuner: Tuner | None
-    _memory: Memory = field(init=False)
+    _memory: GraphMemory = field(init=False)
     _number: int = 0
     # Weights by layer: one that is called twice shares them.
     _weights: dict[nn.Module, nn.Parameter] = field(default_factory=dict)
 
     def run(self) -> None:
         for step in (self._take_apart, self._merge, self._norm, self._linear, self._attention):
-            self._memory = Memory(self.traced)
+            self._memory = GraphMemory(self.traced)
             for node in list(self.traced.graph.nodes):
                 if node in self._memory.order:
                     step(node)

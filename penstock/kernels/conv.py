@@ -113,6 +113,43 @@ def _shared(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.conste
     return total, is_last
 
 
+@triton.jit
+def _flat_rows(
+    x, factors, base, first, at_k, IN: tl.constexpr, DEPTH: tl.constexpr, HAS_SCALE: tl.constexpr
+):  # fmt: skip
+    """Read rows of the matrix, times their factors. Channels past the end of a row are zero."""
+    addresses = x + (base[:, None] + first + at_k[None, :])
+    if IN % DEPTH == 0:
+        a = tl.load(addresses)
+        if HAS_SCALE:
+            factor = tl.load(factors + first)
+            a = (a.to(tl.float32) * factor.to(tl.float32)).to(a.dtype)
+    else:
+        is_channel = (first + at_k < IN)[None, :]
+        a = tl.load(addresses, mask=is_channel, other=0.0)
+        if HAS_SCALE:
+            factor = tl.load(factors + first, mask=is_channel, other=0.0)
+            a = (a.to(tl.float32) * factor.to(tl.float32)).to(a.dtype)
+    return a
+
+
+@triton.jit
+def _window_rows(
+    x, start, is_inside, first, at_k, IN: tl.constexpr, DEPTH: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Read the pixels under one tap of the window; those outside the image are zero."""
+    addresses = x + (start[:, None] + at_k[None, :])
+    mask = is_inside[:, None]
+    if IN % DEPTH != 0:
+        mask = mask & (first + at_k < IN)[None, :]
+    if IS_PADDED or IN % DEPTH != 0:
+        a = tl.load(addresses, mask=mask, other=0.0)
+    else:
+        a = tl.load(addresses)
+    return a
+
+
 @triton.jit(do_not_specialize=["num_rows", "split"])
 def _convolve(
     x, weight, scale, bias, residual, y, parts, arrived, num_rows, split,
@@ -162,36 +199,19 @@ def _convolve(
         if not IS_FLAT:
             tap = step // PER_TAP
             first = step % PER_TAP * DEPTH
-        # Channels past the end of a pixel are zero on both sides.
-        is_channel = first + at_k < IN
         if IS_FLAT:
-            addresses = x + (base[:, None] + first + at_k[None, :])
-            if IS_RAGGED:
-                a = tl.load(addresses, mask=is_channel[None, :], other=0.0)
-            else:
-                a = tl.load(addresses)
-            if HAS_SCALE:
-                if IS_RAGGED:
-                    factor = tl.load(factors + first, mask=is_channel[None, :], other=0.0)
-                else:
-                    factor = tl.load(factors + first)
-                a = (a.to(tl.float32) * factor.to(tl.float32)).to(a.dtype)
+            a = _flat_rows(x, factors, base, first, at_k, IN, DEPTH, HAS_SCALE)
         else:
             tap_h = tap // SIZE_W
             tap_w = tap % SIZE_W
             start = base + tap_h * STEP_H + tap_w * STEP_W + first
-            addresses = x + (start[:, None] + at_k[None, :])
-            if PAD_H > 0 or PAD_W > 0 or IS_RAGGED:
-                is_high = (top + tap_h >= 0) & (top + tap_h < HEIGHT)
-                is_inside = is_high & (left + tap_w >= 0) & (left + tap_w < WIDTH)
-                mask = is_inside[:, None]
-                if IS_RAGGED:
-                    mask = mask & is_channel[None, :]
-                a = tl.load(addresses, mask=mask, other=0.0)
-            else:
-                a = tl.load(addresses)
+            is_high = (top + tap_h >= 0) & (top + tap_h < HEIGHT)
+            is_inside = is_high & (left + tap_w >= 0) & (left + tap_w < WIDTH)
+            IS_PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
+            a = _window_rows(x, start, is_inside, first, at_k, IN, DEPTH, IS_PADDED)
         if IS_RAGGED:
-            b = tl.load(weights + (tap * IN + first), mask=is_channel[:, None], other=0.0)
+            is_channel = (first + at_k < IN)[:, None]
+            b = tl.load(weights + (tap * IN + first), mask=is_channel, other=0.0)
         else:
             b = tl.load(weights + step * DEPTH)
         total = tl.dot(a, b, total, input_precision=PRECISION)

@@ -346,7 +346,7 @@ class Chosen:
         return self._tuner.workspace
 
 
-class Fused(torch.nn.Module):  # type: ignore[misc]
+class TunedLayer(torch.nn.Module):  # type: ignore[misc]
     """A layer that returns new memory, by the implementation chosen for its sizes."""
 
     def __init__(self, tuner: Tuner | None) -> None:
@@ -354,7 +354,7 @@ class Fused(torch.nn.Module):  # type: ignore[misc]
         self.chosen = Chosen(self, tuner)
 
 
-class Convolution(Fused):
+class Convolution(TunedLayer):
     """conv2d, optionally with a tensor added to it and an activation; `adds_last`: the activation
     comes first."""
 
@@ -396,7 +396,7 @@ class Convolution(Fused):
     @property
     def is_depthwise(self) -> bool:
         groups = self.geometry.groups
-        return groups > 1 and list(self.weight.shape[:2]) == [groups, 1]
+        return bool(groups > 1 and self.weight.shape[:2] == (groups, 1))
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
         out, _, *window = self.weight.shape
@@ -437,7 +437,7 @@ class Convolution(Fused):
 
     def _is_addressable(self, x: torch.Tensor) -> bool:
         """Return whether our kernels can address the tensors."""
-        return max(x.numel(), math.prod(self._out_shape(x))) <= MAX_OFFSET
+        return bool(max(x.numel(), math.prod(self._out_shape(x))) <= MAX_OFFSET)
 
     def _out_shape(self, x: torch.Tensor) -> tuple[int, ...]:
         stride, padding, dilation, _ = self.geometry
@@ -568,7 +568,7 @@ class Convolution(Fused):
         return {f"triton depthwise {tile}": partial(run, tile) for tile in tiles}
 
 
-class MaxPool(Fused):
+class MaxPool(TunedLayer):
     """max_pool2d without indices, which torch's operator also writes."""
 
     def __init__(self, size: Pair, stride: Pair, padding: Pair, tuner: Tuner | None) -> None:
@@ -598,7 +598,7 @@ class MaxPool(Fused):
         return functional.max_pool2d(x, self.size, self.stride, self.padding)
 
 
-def counted(layers: Iterable[Fused]) -> dict[int, Counter[str]]:
+def counted(layers: Iterable[TunedLayer]) -> dict[int, Counter[str]]:
     """Count the layers of each implementation, by batch size."""
     found: dict[int, Counter[str]] = {}
     for layer in layers:

@@ -23,8 +23,8 @@ from penstock.kernels.convolution import (
     TOLERANCE,
     ConvGeometry,
     Convolution,
-    Fused,
     Run,
+    TunedLayer,
     Tuner,
 )
 from penstock.kernels.gemm import MANY_ROWS
@@ -147,7 +147,7 @@ class FusedLinear(Convolution):
         return y if residual is None else y.add_(residual)
 
 
-class ResidualNorm(Fused):
+class ResidualNorm(TunedLayer):
     """Layer norm over the last dimension. Of a sum, it returns the sum as well."""
 
     def __init__(self, norm: torch.nn.LayerNorm, tuner: Tuner | None) -> None:
@@ -195,7 +195,7 @@ class ResidualNorm(Fused):
         return both[1] if residual is None else both
 
 
-class Attention(Fused):
+class Attention(TunedLayer):
     """Attention of heads [batch, heads, length, size] without a mask, by one of torch's kernels."""
 
     def __init__(self, scale: float | None, is_causal: bool, tuner: Tuner | None) -> None:

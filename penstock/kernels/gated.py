@@ -16,14 +16,14 @@ from penstock.kernels.convolution import (
     REFERENCE,
     TOLERANCE,
     Convolution,
-    Fused,
     Run,
+    TunedLayer,
     Tuner,
     last,
 )
 
 
-class SqueezeExcite(Fused):
+class SqueezeExcite(TunedLayer):
     """Images multiplied by a factor for each channel, which two products compute from the means of
     the channels. Weights are those of linear layers, [out, in]."""
 

@@ -21,7 +21,7 @@ class Writes(nn.Module):
 @pytest.fixture(scope="module")
 def graph():
     traced = tracing.trace(Writes())
-    return aliasing.Memory(traced), {node.name: node for node in traced.graph.nodes}
+    return aliasing.GraphMemory(traced), {node.name: node for node in traced.graph.nodes}
 
 
 def test_a_write_through_a_view_is_one_to_what_it_views(graph):

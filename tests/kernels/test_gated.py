@@ -59,10 +59,10 @@ def test_a_gate_in_the_convolution_after_it(has_residual):
     tuner = a_tuner()
     weight = nn.Parameter(torch.randn(16, 24, 1, 1) / 4, requires_grad=False)
     bias = nn.Parameter(torch.randn(16), requires_grad=False)
-    conv = convolution.Convolution(weight, bias, convolution.ConvGeometry(), None, tuner)
+    conv = convolution.Convolution(weight, bias, convolution.ConvGeometry(), None, None)
     layer = gated.GatedConvolution(conv, a_gate(tuner), tuner)
     x, residual = images(), torch.randn(2, 16, 5, 4) if has_residual else None
-    wanted = conv._plain(layer.gate.plain(x), residual)
+    wanted = conv(layer.gate.plain(x), residual)
     assert torch.allclose(layer(x, residual), wanted, atol=1e-5)
     runs = layer.implementations(x, residual)
     for name, run in runs.items():
