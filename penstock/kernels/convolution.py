@@ -10,6 +10,7 @@ are unknown at load, a layer uses torch's operators.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import statistics
@@ -24,13 +25,14 @@ import torch
 from torch.nn import functional
 
 from penstock.errors import first_line
-from penstock.kernels import CHOICES, KERNELS, has_triton
+from penstock.kernels import CHOICES, KERNELS, cublaslt, has_triton
 from penstock.kernels.activation import GELU_TANH, RELU, Activation
 
 if TYPE_CHECKING:
     from triton import JITFunction
 
     from penstock.kernels.conv import Tile, Workspace
+    from penstock.kernels.cublaslt import Products
     from penstock.kernels.depthwise import DepthwiseTile
     from penstock.kernels.pointwise import Epilogue
 
@@ -150,7 +152,7 @@ class Remembered(msgspec.Struct):
     choices: dict[str, str]
 
 
-@dataclass(slots=True)
+@dataclass
 class Tuner:
     """Choice of implementation for each case: `find` returns it, `tune` times unknown cases."""
 
@@ -198,6 +200,14 @@ class Tuner:
 
             self._workspace = conv.Workspace(self.device)
         return self._workspace
+
+    @functools.cached_property
+    def products(self) -> Products | None:
+        """Calls to cuBLASLt, with a workspace for one stream; None if it cannot be called."""
+        try:
+            return cublaslt.open_products(self.device) if self.device.type == "cuda" else None
+        except cublaslt.Unavailable:
+            return None
 
     def _compile(self, cases: Iterable[Case]) -> None:
         """Compile the kernels of all cases in several threads: the slowest part of tuning."""
@@ -344,6 +354,10 @@ class Chosen:
     def workspace(self) -> Workspace:
         assert self._tuner is not None
         return self._tuner.workspace
+
+    @property
+    def products(self) -> Products | None:
+        return None if self._tuner is None else self._tuner.products
 
 
 class TunedLayer(torch.nn.Module):  # type: ignore[misc]

@@ -8,7 +8,6 @@ in its epilogue. For few rows the algorithms that cuBLASLt proposes are timed to
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 
 import torch
@@ -40,16 +39,6 @@ BACKENDS = {
 def as_window(weight: torch.Tensor) -> torch.Tensor:
     """Return the weight of a linear layer as that of a convolution."""
     return weight[:, :, None, None]
-
-
-@functools.cache
-def _products(device: torch.device) -> cublaslt.Products | None:
-    """Return the calls to cuBLASLt; None if it cannot be called. One for all layers, as it has a
-    workspace."""
-    try:
-        return cublaslt.open_products(device)
-    except cublaslt.Unavailable:
-        return None
 
 
 class FusedLinear(Convolution):
@@ -122,7 +111,7 @@ class FusedLinear(Convolution):
         """Return its algorithms. With many rows the device is limited by power, and torch's choice
         was as good (`gemm`)."""
         num_rows = x.numel() // x.shape[-1]
-        products = _products(x.device) if x.is_cuda and num_rows < MANY_ROWS else None
+        products = self.chosen.products if x.is_cuda and num_rows < MANY_ROWS else None
         if products is None or self.bias is None or x.dtype not in cublaslt.TYPES:
             return {}
         has_gelu = self.activation == GELU_TANH and (residual is None or self.adds_last)

@@ -116,6 +116,28 @@ def test_every_kernel_for_depthwise_convolutions_is_right(size, stride):
         assert run(x, None).is_contiguous(memory_format=torch.channels_last), name
 
 
+@pytest.mark.parametrize("kind", ["", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("num_rows", [197, 2048])
+@torch.inference_mode()
+def test_every_implementation_of_a_linear_layer_is_right(kind, num_rows):
+    fused_linear = pytest.importorskip("penstock.kernels.fused_linear")
+    activation = pytest.importorskip("penstock.kernels.activation")
+    act = activation.Activation(kind) if kind else None
+    device = torch.device("cuda")
+    tuner = convolution.Tuner(convolution.GpuTimer(device), device)
+    weight = fused_linear.as_window(torch.randn(768, 256).cuda().half() / 16)
+    bias = torch.nn.Parameter(torch.randn(768).cuda().half(), requires_grad=False)
+    weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer = fused_linear.FusedLinear(weight, bias, act, tuner, adds_last=True)
+    x, residual = torch.randn(num_rows, 256).cuda().half(), torch.randn(num_rows, 768).cuda().half()
+    for added in (None, residual):
+        runs = layer.implementations(x, added)
+        wanted = runs["torch"](x, added)
+        for run in runs.values():
+            convolution.check_close(run(x, added), wanted, 5e-3)
+        assert {name.partition(" ")[0] for name in runs} >= {"cublas", "cublaslt", "triton"}
+
+
 @torch.inference_mode()
 def test_a_second_start_times_and_compiles_nothing():
     models = pytest.importorskip("models")
