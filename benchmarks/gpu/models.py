@@ -1,7 +1,7 @@
 """The models of the GPU benchmarks in plain torch, with random weights of the true shapes, and what
 is measured of each. This file is also their `module.py`: a version holds a copy of it.
 
-A new model is a factory and a row of MODELS.
+A new model is a factory and a row of MODELS; `engines.py` compares the networks of NETWORKS.
 """
 
 from __future__ import annotations
@@ -193,9 +193,265 @@ class VisionTransformer(nn.Module):
 
     def forward(self, image):
         patches = self.patches(image).flatten(2).transpose(1, 2)
-        first = self.first.expand(len(image), -1, -1)
+        first = self.first.expand(image.shape[0], -1, -1)
         x = torch.cat((first, patches), 1) + self.positions
         return {"scores": self.head(self.norm(self.layers(x))[:, 0])}
+
+
+class ConvNorm(nn.Sequential):
+    """A convolution, batch norm and an activation."""
+
+    def __init__(
+        self,
+        channels: int,
+        out: int,
+        size: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+        act: type[nn.Module] | None = nn.SiLU,
+    ) -> None:
+        conv = nn.Conv2d(channels, out, size, stride, size // 2, groups=groups, bias=False)
+        super().__init__(conv, nn.BatchNorm2d(out), *([act(inplace=True)] if act else []))
+
+
+class SqueezeExcitation(nn.Module):
+    def __init__(self, channels: int, hidden: int) -> None:
+        super().__init__()
+        self.squeeze, self.excite = nn.Conv2d(channels, hidden, 1), nn.Conv2d(hidden, channels, 1)
+
+    def forward(self, x):
+        mean = functional.adaptive_avg_pool2d(x, 1)
+        return x * torch.sigmoid(self.excite(functional.silu(self.squeeze(mean))))
+
+
+class InvertedResidual(nn.Module):
+    """A block of MobileNetV2 (ReLU6) or EfficientNet (SiLU and a gate): wide, depthwise, narrow."""
+
+    def __init__(
+        self, channels: int, out: int, wide: int, size: int, stride: int, act: type[nn.Module]
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        if wide != channels:
+            layers.append(ConvNorm(channels, wide, act=act))
+        layers.append(ConvNorm(wide, wide, size, stride, wide, act))
+        if act is nn.SiLU:
+            layers.append(SqueezeExcitation(wide, max(1, channels // 4)))
+        layers.append(ConvNorm(wide, out, act=None))
+        self.layers = nn.Sequential(*layers)
+        self.is_residual = stride == 1 and channels == out
+
+    def forward(self, x):
+        return x + self.layers(x) if self.is_residual else self.layers(x)
+
+
+# Factor, channels, blocks, stride and window of each stage.
+MOBILENET_V2 = (
+    (1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 32, 3, 2, 3), (6, 64, 4, 2, 3),
+    (6, 96, 3, 1, 3), (6, 160, 3, 2, 3), (6, 320, 1, 1, 3),
+)  # fmt: skip
+EFFICIENTNET_B0 = (
+    (1, 16, 1, 1, 3), (6, 24, 2, 2, 3), (6, 40, 2, 2, 5), (6, 80, 3, 2, 3),
+    (6, 112, 3, 1, 5), (6, 192, 4, 2, 5), (6, 320, 1, 1, 3),
+)  # fmt: skip
+
+
+class MobileNetwork(nn.Module):
+    def __init__(
+        self, stages: tuple[tuple[int, ...], ...], act: type[nn.Module], last: int = 1280
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [ConvNorm(3, 32, 3, 2, act=act)]
+        channels = 32
+        for factor, out, depth, first, size in stages:
+            for block in range(depth):
+                stride = 1 if block else first
+                layers.append(InvertedResidual(channels, out, factor * channels, size, stride, act))
+                channels = out
+        self.layers = nn.Sequential(*layers, ConvNorm(channels, last, act=act))
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(last, 1000))
+
+    def forward(self, image):
+        x = functional.adaptive_avg_pool2d(self.layers(image), 1)
+        return {"scores": self.head(torch.flatten(x, 1))}
+
+
+class ConvNextBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
+        self.norm = nn.LayerNorm(channels, 1e-6)
+        self.inner, self.outer = (
+            nn.Linear(channels, 4 * channels),
+            nn.Linear(4 * channels, channels),
+        )
+        self.scale = nn.Parameter(torch.full((channels, 1, 1), 0.3))
+
+    def forward(self, x):
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        y = self.outer(functional.gelu(self.inner(y))).permute(0, 3, 1, 2)
+        return x + self.scale * y
+
+
+class ChannelNorm(nn.Module):
+    """Layer norm over the channels of images."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels, 1e-6)
+
+    def forward(self, x):
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ConvNext(nn.Module):
+    def __init__(self, widths: tuple[int, ...], depths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 4, 4), ChannelNorm(widths[0])]
+        for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
+            if stage:
+                layers += [
+                    ChannelNorm(widths[stage - 1]),
+                    nn.Conv2d(widths[stage - 1], width, 2, 2),
+                ]
+            layers += [ConvNextBlock(width) for _ in range(depth)]
+        self.layers = nn.Sequential(*layers)
+        self.norm, self.head = nn.LayerNorm(widths[-1], 1e-6), nn.Linear(widths[-1], 1000)
+
+    def forward(self, image):
+        return {"scores": self.head(self.norm(self.layers(image).mean((2, 3))))}
+
+
+class CrossStage(nn.Module):
+    """Half of the channels go through bottlenecks, and all that is on the way is joined."""
+
+    def __init__(self, channels: int, out: int, depth: int, is_residual: bool = True) -> None:
+        super().__init__()
+        half = out // 2
+        self.first = ConvNorm(channels, out)
+        self.pairs = nn.ModuleList(
+            nn.Sequential(ConvNorm(half, half, 3), ConvNorm(half, half, 3)) for _ in range(depth)
+        )
+        self.last = ConvNorm((2 + depth) * half, out)
+        self.is_residual = is_residual
+
+    def forward(self, x):
+        parts = list(self.first(x).chunk(2, 1))
+        for pair in self.pairs:
+            made = pair(parts[-1])
+            parts.append(parts[-1] + made if self.is_residual else made)
+        return self.last(torch.cat(parts, 1))
+
+
+class PoolPyramid(nn.Module):
+    """The same window once, twice and three times (SPPF)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = ConvNorm(channels, channels // 2)
+        self.pool = nn.MaxPool2d(5, 1, 2)
+        self.last = ConvNorm(2 * channels, channels)
+
+    def forward(self, x):
+        parts = [self.first(x)]
+        for _ in range(3):
+            parts.append(self.pool(parts[-1]))
+        return self.last(torch.cat(parts, 1))
+
+
+class Detector(nn.Module):
+    """A YOLO-like network: a backbone, a neck up and down, and a head on three scales."""
+
+    def __init__(self, width: int = 32, num_out: int = 144) -> None:
+        super().__init__()
+        one, two, three, four, five = (width << power for power in range(5))
+        self.early = nn.Sequential(
+            ConvNorm(3, one, 3, 2), ConvNorm(one, two, 3, 2), CrossStage(two, two, 1),
+            ConvNorm(two, three, 3, 2), CrossStage(three, three, 2),
+        )  # fmt: skip
+        self.middle = nn.Sequential(ConvNorm(three, four, 3, 2), CrossStage(four, four, 2))
+        self.late = nn.Sequential(
+            ConvNorm(four, five, 3, 2), CrossStage(five, five, 1), PoolPyramid(five)
+        )
+        self.grow = nn.Upsample(scale_factor=2)
+        self.up_four = CrossStage(five + four, four, 1, is_residual=False)
+        self.up_three = CrossStage(four + three, three, 1, is_residual=False)
+        self.shrink_three = ConvNorm(three, three, 3, 2)
+        self.down_four = CrossStage(three + four, four, 1, is_residual=False)
+        self.shrink_four = ConvNorm(four, four, 3, 2)
+        self.down_five = CrossStage(four + five, five, 1, is_residual=False)
+        self.heads = nn.ModuleList(
+            nn.Sequential(ConvNorm(each, three, 3), nn.Conv2d(three, num_out, 1))
+            for each in (three, four, five)
+        )
+
+    def forward(self, image):
+        three = self.early(image)
+        four = self.middle(three)
+        five = self.late(four)
+        four = self.up_four(torch.cat((self.grow(five), four), 1))
+        three = self.up_three(torch.cat((self.grow(four), three), 1))
+        four = self.down_four(torch.cat((self.shrink_three(three), four), 1))
+        five = self.down_five(torch.cat((self.shrink_four(four), five), 1))
+        maps = zip(self.heads, (three, four, five), strict=True)
+        return {"boxes": torch.cat([head(each).flatten(2) for head, each in maps], 2)}
+
+
+class DiffusionBlock(nn.Module):
+    """A residual block of a diffusion UNet, and a transformer layer over its pixels."""
+
+    def __init__(self, channels: int, out: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norms = nn.ModuleList((nn.GroupNorm(32, channels), nn.GroupNorm(32, out)))
+        self.convs = nn.ModuleList(
+            (nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1))
+        )
+        self.skip = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
+        self.first_norm, self.last_norm = nn.LayerNorm(out), nn.LayerNorm(out)
+        self.query, self.key, self.value = (nn.Linear(out, out, bias=False) for _ in range(3))
+        self.joined = nn.Linear(out, out)
+        self.inner, self.outer = nn.Linear(out, 4 * out), nn.Linear(4 * out, out)
+
+    def forward(self, x):
+        y = self.convs[0](functional.silu(self.norms[0](x)))
+        y = self.convs[1](functional.silu(self.norms[1](y)))
+        x = self.skip(x) + y
+        tokens = x.flatten(2).transpose(1, 2)
+        tokens = tokens + self._attend(self.first_norm(tokens))
+        tokens = tokens + self.outer(functional.gelu(self.inner(self.last_norm(tokens))))
+        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
+
+    def _attend(self, x):
+        heads = [
+            layer(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        mixed = functional.scaled_dot_product_attention(*heads)
+        return self.joined(mixed.transpose(1, 2).flatten(2))
+
+
+class DiffusionStack(nn.Module):
+    """Blocks of a diffusion UNet on two scales, on the way down and up again."""
+
+    def __init__(self, width: int, num_heads: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.first = nn.Conv2d(4, width, 3, padding=1)
+        self.before = DiffusionBlock(width, width, num_heads)
+        self.down = nn.Conv2d(width, width, 3, 2, 1)
+        self.inside = nn.Sequential(
+            DiffusionBlock(width, 2 * width, num_heads), DiffusionBlock(2 * width, width, num_heads)
+        )
+        self.up = nn.Upsample(scale_factor=2)
+        self.after = DiffusionBlock(2 * width, width, num_heads)
+        self.norm, self.last = nn.GroupNorm(32, width), nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, latent):
+        x = self.before(self.first(latent))
+        inside = self.up(self.inside(self.down(x)))
+        x = self.after(torch.cat((x, inside), 1))
+        return {"noise": self.last(functional.silu(self.norm(x)))}
 
 
 class FromBytes(nn.Module):
@@ -220,7 +476,7 @@ def _trained(module: nn.Module, seed: int = 7) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for name, each in module.named_modules():
         if isinstance(each, nn.Conv2d):
-            fan = each.in_channels * each.kernel_size[0] * each.kernel_size[1]
+            fan = each.in_channels // each.groups * each.kernel_size[0] * each.kernel_size[1]
             each.weight.normal_(0, (2 / fan) ** 0.5, generator=generator)
             if each.bias is not None:
                 each.bias.zero_()
@@ -232,8 +488,9 @@ def _trained(module: nn.Module, seed: int = 7) -> nn.Module:
             each.running_var.uniform_(0.75, 1.25, generator=generator)
         elif isinstance(each, nn.Linear):
             each.weight.normal_(0, 0.02, generator=generator)
-            each.bias.zero_()
-        elif isinstance(each, nn.LayerNorm):
+            if each.bias is not None:
+                each.bias.zero_()
+        elif isinstance(each, nn.LayerNorm | nn.GroupNorm):
             each.weight.uniform_(0.75, 1.25, generator=generator)
             each.bias.normal_(0, 0.1, generator=generator)
         elif isinstance(each, VisionTransformer):
@@ -266,6 +523,69 @@ def resnet_tiny_bytes() -> nn.Module:
     return FromBytes(resnet_tiny()).eval()
 
 
+def mobilenet_v2() -> nn.Module:
+    return _trained(MobileNetwork(MOBILENET_V2, nn.ReLU6))
+
+
+def mobilenet_tiny() -> nn.Module:
+    return _trained(MobileNetwork(MOBILENET_V2[:2], nn.ReLU6, 64))
+
+
+def efficientnet_b0() -> nn.Module:
+    return _trained(MobileNetwork(EFFICIENTNET_B0, nn.SiLU))
+
+
+def efficientnet_tiny() -> nn.Module:
+    return _trained(MobileNetwork(EFFICIENTNET_B0[:3], nn.SiLU, 64))
+
+
+def convnext_t() -> nn.Module:
+    return _trained(ConvNext((96, 192, 384, 768), (3, 3, 9, 3)))
+
+
+def convnext_tiny() -> nn.Module:
+    return _trained(ConvNext((16, 32), (1, 2)))
+
+
+def detector() -> nn.Module:
+    return _trained(Detector())
+
+
+def detector_tiny() -> nn.Module:
+    return _trained(Detector(8, 16))
+
+
+def unet() -> nn.Module:
+    return _trained(DiffusionStack(320, 5, 64))
+
+
+def unet_tiny() -> nn.Module:
+    return _trained(DiffusionStack(32, 2, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A kind of network: factories of the true one and of a tiny one, the shape of one input of
+    each, and a small and a large batch."""
+
+    factory: str
+    tiny: str
+    shape: tuple[int, ...]
+    tiny_shape: tuple[int, ...]
+    batches: tuple[int, int]
+
+
+NETWORKS: dict[str, Network] = {
+    "ResNet-50": Network("resnet50", "resnet_tiny", (3, 224, 224), (3, 32, 32), (1, 256)),
+    "MobileNetV2": Network("mobilenet_v2", "mobilenet_tiny", (3, 224, 224), (3, 32, 32), (1, 256)),
+    "EfficientNet-B0": Network(
+        "efficientnet_b0", "efficientnet_tiny", (3, 224, 224), (3, 32, 32), (1, 256)
+    ),
+    "ConvNeXt-T": Network("convnext_t", "convnext_tiny", (3, 224, 224), (3, 32, 32), (1, 128)),
+    "ViT-B/16": Network("vit_b", "vit_tiny", (3, 224, 224), (3, 32, 32), (1, 128)),
+    "YOLO-like": Network("detector", "detector_tiny", (3, 640, 640), (3, 64, 64), (1, 32)),
+    "diffusion UNet": Network("unet", "unet_tiny", (4, 64, 64), (4, 8, 8), (2, 16)),
+}
 MODELS: dict[str, Model] = {
     "resnet50": Model(
         "resnet50",

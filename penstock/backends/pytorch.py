@@ -31,10 +31,11 @@ from penstock.backends.checks import check_signature, num_threads, share_of_core
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
-from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
+from penstock.backends.torch_fusion import EVERYTHING, WHAT, Fusion, fuse, open_tuner
 from penstock.backends.torch_int8 import quantised_inputs
 from penstock.backends.torch_onnx import load_graph, read_fixed, torch_type
 from penstock.backends.torch_packing import PackedModel
+from penstock.backends.torch_regions import compile_regions
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
@@ -51,8 +52,10 @@ ONNX = ".onnx"
 # Rank of a batch of images.
 IMAGE_RANK = 4
 OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
+# Compiles repeated blocks only.
+REGIONAL = "regional"
 # Compile modes that also turn on CUDA graphs.
-WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+WITH_GRAPHS = ("reduce-overhead", "max-autotune", REGIONAL)
 TF32 = "tf32"
 # A module is packed on the GPU if this many times its weights are free: for itself and for the
 # merged layers.
@@ -69,7 +72,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "penstock.compile": ("", "default", *WITH_GRAPHS),
     "penstock.dtype": tuple(DTYPES),
     "penstock.memory_format": ("", "channels_last"),
-    "penstock.fuse": ("", "convolutions"),
+    "penstock.fuse": ("", *WHAT),
     "penstock.cuda_graphs": ("", "on", "off"),
     "penstock.pack": ("", torch_packing.TOKENS),
 }
@@ -355,15 +358,18 @@ class TorchRunner(Runner):
         config = self._config
         self._compiled_before = _load_compiled(config)
         try:
-            options = torch._inductor.list_mode_options(self._options.compile_mode)
-            compiled = torch.compile(
-                self._loaded.module,
+            mode, module = self._options.compile_mode, self._loaded.module
+            options = torch._inductor.list_mode_options("default" if mode == REGIONAL else mode)
+            how = {
                 # Our CUDA graphs are captured around the compiled code, and both kinds need fixed
                 # input addresses.
-                options={**options, "triton.cudagraphs": False},
-                dynamic=config.max_batch_size > 0 or config.padding is not None,
-            )
-            self._run = replace(self._loaded, module=compiled)
+                "options": {**options, "triton.cudagraphs": False},
+                "dynamic": config.max_batch_size > 0 or config.padding is not None,
+            }
+            if mode == REGIONAL:
+                compile_regions(module, lambda block: block.compile(**how))
+            else:
+                self._run = replace(self._loaded, module=torch.compile(module, **how))
             rows = min(2, config.max_batch_size)
             first = (rows,) if rows else ()
             zeros = {
@@ -372,6 +378,8 @@ class TorchRunner(Runner):
             }
             self._num_graphs_before = _num_graphs()
             self.start(Batch(self._with_fixed(zeros), max(1, rows)))
+        except ConfigError:
+            raise
         except Exception as error:  # The compiler raises many types, and so may the model.
             raise ConfigError(
                 f"parameters.penstock.compile: fails on a batch of zeros: {first_line(error)}"
@@ -582,7 +590,8 @@ def _place_module(
     module = loaded.module
     if options.is_fused:
         sample = _sample(config, module, loaded.positional)
-        loaded = replace(loaded, fusion=fuse(module, tuner or open_tuner(config), sample))
+        what = config.options.get("penstock.fuse", EVERYTHING)
+        loaded = replace(loaded, fusion=fuse(module, tuner or open_tuner(config), sample, what))
         assert loaded.fusion is not None
         module = loaded.fusion.module
     module = module.to(config.device, options.dtype).eval()

@@ -1,9 +1,11 @@
 """Fuse each convolution of a module with the layers after it (`penstock.fuse`).
 
 The module is traced (`torch_tracing`). Batch normalisation is folded into the weights and dropout
-is removed; a convolution, a tensor added to it and a ReLU become one `Convolution`. Only nodes
-without other users are fused, and a convolution moves to the end of its chain only if nothing
-writes to its inputs in between: answers stay the same, up to rounding.
+is removed; a convolution, a tensor added to it and an activation become one `Convolution`, in
+either order. Squeeze-and-excitation becomes one `SqueezeExcite`, or a `GatedConvolution` with the
+1x1 convolution after it. Only nodes without other users are fused, and a convolution moves to the
+end of its chain only if nothing writes to its inputs in between: answers stay the same, up to
+rounding. `torch_transformer` does the same for linear layers, norms and attention.
 """
 
 from __future__ import annotations
@@ -12,31 +14,51 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from penstock.backends.torch_tracing import IN_PLACE_NAMES, TraceInputs, trace
+from penstock.backends.torch_activations import activation_of, factors_of, restore
+from penstock.backends.torch_aliasing import NO_MODULE, GraphMemory, called_module, has_no_hooks
+from penstock.backends.torch_tracing import TraceInputs, trace
+from penstock.backends.torch_transformer import fuse_layers
 from penstock.config import ModelConfig
 from penstock.kernels import CHOICES, KERNELS, convolution
-from penstock.kernels.convolution import ConvGeometry, Convolution, GpuTimer, MaxPool, Pair, Tuner
+from penstock.kernels.activation import RELU, Activation
+from penstock.kernels.convolution import (
+    REFERENCE,
+    ConvGeometry,
+    Convolution,
+    GpuTimer,
+    MaxPool,
+    Pair,
+    TunedLayer,
+    Tuner,
+)
+from penstock.kernels.fused_linear import Attention, FusedLinear, ResidualNorm
+from penstock.kernels.gated import GatedConvolution, SqueezeExcite
 from penstock.kernels.int8_layers import Int8Layer
 
+# Values of `penstock.fuse`.
+CONVOLUTIONS, TRANSFORMER, EVERYTHING = "convolutions", "transformer", "on"
+WHAT = (CONVOLUTIONS, TRANSFORMER, EVERYTHING)
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}
-RELU_METHODS = {"relu", "relu_"}
+# By file, as torchvision may not be installed; its function drops branches in training.
+DROPPED_FUNCTIONS = {
+    (functional.__name__, "dropout"),
+    ("torchvision.ops.stochastic_depth", "stochastic_depth"),
+}
+POOL_FUNCTIONS = {functional.adaptive_avg_pool2d, torch.ops.aten.adaptive_avg_pool2d.default}
+MEAN_FUNCTIONS = {torch.mean, torch.ops.aten.mean.dim, "mean"}
 ADD_FUNCTIONS = {operator.add, operator.iadd, torch.add}
 ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
-# Functions and modules that return new memory, so that writes to it affect nothing else.
-FRESH_FUNCTIONS = {functional.relu, torch.relu, operator.add, torch.add, torch.cat, torch.conv2d}
-FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator.mul, torch.mul}
-FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
-IN_PLACE_FUNCTIONS = {getattr(operator, name) for name in IN_PLACE_NAMES.split()}
-IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
-NO_MODULE = nn.Module()
+# TunedLayer layers, as facts name them.
+KINDS = ("convolutions", "linear layers", "norms", "attentions", "gates", "layers in INT8")
+# Sizes of a pool's output that mean one pixel.
+ONE_PIXEL = (1, (1, 1))
 
 
 @dataclass(slots=True)
@@ -64,18 +86,22 @@ class Fusion:
         self.is_open = False
 
     @property
-    def layers(self) -> list[Convolution | Int8Layer]:
-        """The layer of every call; a module may be called several times."""
-        found = (_module(self.module, node) for node in self.module.graph.nodes)
-        return [each for each in found if isinstance(each, Convolution | Int8Layer)]
+    def layers(self) -> list[TunedLayer]:
+        """The fused layer of every call but pools; a module may be called several times."""
+        found = (called_module(self.module, node) for node in self.module.graph.nodes)
+        return [
+            each for each in found if isinstance(each, TunedLayer) and not isinstance(each, MaxPool)
+        ]
 
     def facts(self) -> dict[str, str]:
         """Report the layers and their implementations, for the smallest and largest batch."""
         layers = self.layers
-        num_int8 = sum(isinstance(each, Int8Layer) for each in layers)
-        text = f"{len(layers)} {f'layers, {num_int8} in INT8' if num_int8 else 'convolutions'}"
+        kinds = Counter(_kind(each) for each in layers)
+        # The number of convolutions comes first, also if there are none.
+        names = [name for name in KINDS if kinds[name] or name == KINDS[0]]
+        text = ", ".join(f"{kinds[name]} {name}" for name in names)
         if self.tuner is None:
-            return {"fusion": f"{text}: {_list(Counter(each.default for each in layers))}"}
+            return {"fusion": f"{text}: {_list(Counter(_default(each) for each in layers))}"}
         counts = convolution.counted(layers)
         for batch in sorted({*sorted(counts)[:1], *sorted(counts)[-1:]}):
             text += f"; batch {batch}: {_list(counts[batch])}"
@@ -89,6 +115,20 @@ class Fusion:
         if self.tuner is None or not self.tuner.used():
             return {}
         return convolution.to_remember(self.tuner)
+
+
+def _kind(layer: TunedLayer) -> str:
+    """Return what a layer is, in words; one of KINDS."""
+    if isinstance(layer, FusedLinear):
+        return KINDS[1]
+    if isinstance(layer, Convolution):
+        return KINDS[0]
+    others = {ResidualNorm: 2, Attention: 3, SqueezeExcite: 4, Int8Layer: 5}
+    return KINDS[others[type(layer)]]
+
+
+def _default(layer: TunedLayer) -> str:
+    return layer.default if isinstance(layer, Convolution) else REFERENCE
 
 
 def _list(counts: Counter[str]) -> str:
@@ -111,38 +151,36 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
 
 
 def fuse(
-    module: nn.Module, tuner: Tuner | None = None, sample: TraceInputs | None = None
+    module: nn.Module,
+    tuner: Tuner | None = None,
+    sample: TraceInputs | None = None,
+    what: str = CONVOLUTIONS,
 ) -> Fusion:
     """Fuse a module in evaluation mode, before it is cast: weights are folded in their own
-    precision. Raise ConfigError if it cannot be traced."""
+    precision. `what` is one of WHAT. Raise ConfigError if it cannot be traced."""
     traced = trace(module, sample)
     with torch.no_grad():
         _drop(traced)
-        _Fuser(traced, tuner).run()
-        _move_biases(traced)
-        _pools(traced, tuner)
+        restore(traced)
+        if what != TRANSFORMER:
+            _Fuser(traced, tuner).run()
+            _move_biases(traced)
+            _pools(traced, tuner)
+        if what != CONVOLUTIONS:
+            fuse_layers(traced, tuner)
     traced.graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()
     return Fusion(traced.eval(), tuner)
 
 
-def _module(traced: fx.GraphModule, node: fx.Node) -> nn.Module:
-    """Return the module that a node calls; NO_MODULE if it calls none."""
-    return traced.get_submodule(node.target) if node.op == "call_module" else NO_MODULE
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether the module has no hooks."""
-    return not (module._forward_hooks or module._forward_pre_hooks)
-
-
 def _drop(traced: fx.GraphModule) -> None:
     for node in list(traced.graph.nodes):
-        module = _module(traced, node)
-        is_call = node.op == "call_function" and node.target is functional.dropout
+        module = called_module(traced, node)
+        where = getattr(node.target, "__module__", None), getattr(node.target, "__name__", None)
+        is_call = node.op == "call_function" and where in DROPPED_FUNCTIONS
         is_off = is_call and not _argument(node, "training")
-        if is_off or (isinstance(module, DROPPED) and _is_plain(module)):
+        if is_off or (isinstance(module, DROPPED) and has_no_hooks(module)):
             source = _argument(node, "input") if is_call else node.all_input_nodes[0]
             node.replace_all_uses_with(source)
             traced.graph.erase_node(node)
@@ -162,14 +200,15 @@ class _Chain:
     conv: nn.Conv2d
     norm: nn.BatchNorm2d | None = None
     residual: fx.Node | None = None
-    has_relu: bool = False
+    activation: Activation | None = None
+    adds_last: bool = False
 
 
 @dataclass(slots=True)
 class _Fuser:
     traced: fx.GraphModule
     tuner: Tuner | None
-    _order: dict[fx.Node, int] = field(default_factory=dict)
+    _memory: GraphMemory = field(init=False)
     # Weights by convolution and normalisation: a module called twice shares them.
     _weights: dict[tuple[str, str], tuple[nn.Parameter, nn.Parameter | None]] = field(
         default_factory=dict
@@ -177,40 +216,104 @@ class _Fuser:
 
     def run(self) -> None:
         graph = self.traced.graph
-        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        self._memory = GraphMemory(self.traced)
         for number, node in enumerate(list(graph.nodes)):
-            module = _module(self.traced, node)
-            if type(module) is nn.Conv2d and _is_plain(module) and _geometry(module) is not None:
+            self._gate(node, f"penstock_gate_{number}")
+        for number, node in enumerate(list(graph.nodes)):
+            module = called_module(self.traced, node)
+            if type(module) is nn.Conv2d and has_no_hooks(module) and _geometry(module) is not None:
                 self._replace(self._chain(node, module), f"penstock_convolution_{number}")
+        for node in list(graph.nodes):
+            self._join(node)
+
+    def _gate(self, node: fx.Node, name: str) -> None:
+        """Make one layer of squeeze-and-excitation that ends in this product."""
+        for x, gate in _both(factors_of(node)):
+            nodes = self._gate_nodes(x, gate)
+            if nodes is None or node.target in (operator.imul, "mul_", "__imul__"):
+                continue
+            pool, first, inner, second, outer = nodes
+            chain = _Chain([*nodes, node], called_module(self.traced, first))
+            if self._memory.is_written(x, pool, chain.nodes):
+                continue
+            before, after = (activation_of(self.traced, each) for each in (inner, outer))
+            assert before is not None and after is not None
+            squeeze, excite = (_linear(called_module(self.traced, n)) for n in (first, second))
+            made = SqueezeExcite(squeeze, before, excite, after, self.tuner)
+            self.traced.add_submodule(name, made)
+            with self.traced.graph.inserting_after(node):
+                call = self.traced.graph.call_module(name, (x,))
+            self._swap(chain, call)
+            return
+
+    def _gate_nodes(self, x: fx.Node, gate: fx.Node) -> list[fx.Node] | None:
+        """Return pool, convolution, activation, convolution and activation between x and the gate,
+        if that is what the gate is."""
+        found = [gate]
+        for _ in range(4):
+            sources = found[-1].all_input_nodes
+            if len(found[-1].users) != 1 or len(sources) != 1:
+                return None
+            found.append(sources[0])
+        pool, first, inner, second, outer = reversed(found)
+        is_pool = len(pool.users) == 1 and pool.all_input_nodes == [x]
+        is_gate = all(_is_pixelwise(called_module(self.traced, each)) for each in (first, second))
+        is_active = all(activation_of(self.traced, each) for each in (inner, outer))
+        if not is_pool or not is_gate or not is_active or not _is_mean(self.traced, pool):
+            return None
+        return [pool, first, inner, second, outer]
+
+    def _join(self, node: fx.Node) -> None:
+        """Make one layer of a 1x1 convolution and the squeeze-and-excitation before it."""
+        conv = called_module(self.traced, node)
+        if type(conv) is not Convolution or not isinstance(node.args[0], fx.Node):
+            return
+        source = node.args[0]
+        gate = called_module(self.traced, source)
+        is_flat = conv.weight.shape[2:] == (1, 1) and conv.geometry == ConvGeometry()
+        if not isinstance(gate, SqueezeExcite) or len(source.users) != 1 or not is_flat:
+            return
+        if self._memory.is_written(source.args[0], source, [source, node]):
+            return
+        self.traced.add_submodule(str(node.target), GatedConvolution(conv, gate, self.tuner))
+        node.args = (source.args[0], *node.args[1:])
+        self.traced.graph.erase_node(source)
+        del self._memory.order[source]
 
     def _chain(self, node: fx.Node, conv: nn.Conv2d) -> _Chain:
         chain = _Chain([node], conv)
         following = self._only_user(chain)
-        if following is not None and _is_norm(module := _module(self.traced, following)):
+        if following is not None and _is_norm(module := called_module(self.traced, following)):
             chain.norm = module
             chain.nodes.append(following)
-            following = self._only_user(chain)
-        if following is not None and (other := _added(following, chain.nodes[-1])) is not None:
-            longer = _Chain([*chain.nodes, following], conv, chain.norm, other)
-            if self._may_move(longer):
-                chain = longer
-                following = self._only_user(chain)
-        if following is not None and self._is_relu(following):
-            longer = _Chain([*chain.nodes, following], conv, chain.norm, chain.residual, True)
-            if self._may_move(longer):
-                chain = longer
+        # An addition and an activation, in either order.
+        for _ in range(2):
+            longer = self._longer(chain)
+            if longer is None or not self._may_move(longer):
+                break
+            chain = longer
         return chain
+
+    def _longer(self, chain: _Chain) -> _Chain | None:
+        """Return the chain with the next addition or activation."""
+        following = self._only_user(chain)
+        if following is None:
+            return None
+        nodes = [*chain.nodes, following]
+        if chain.residual is None:
+            other = _added(following, chain.nodes[-1])
+            if other is not None:
+                has_activation = chain.activation is not None
+                return replace(chain, nodes=nodes, residual=other, adds_last=has_activation)
+        if chain.activation is None and following.args[:1] == (chain.nodes[-1],):
+            activation = activation_of(self.traced, following)
+            if activation is not None:
+                return replace(chain, nodes=nodes, activation=activation)
+        return None
 
     def _only_user(self, chain: _Chain) -> fx.Node | None:
         users = list(chain.nodes[-1].users)
         return users[0] if len(users) == 1 else None
-
-    def _is_relu(self, node: fx.Node) -> bool:
-        module = _module(self.traced, node)
-        if module is not NO_MODULE:
-            return type(module) is nn.ReLU and _is_plain(module)
-        known = RELU_FUNCTIONS if node.op == "call_function" else RELU_METHODS
-        return node.op in ("call_function", "call_method") and node.target in known
 
     def _may_move(self, chain: _Chain) -> bool:
         """Return whether its inputs are unchanged at the end of the chain."""
@@ -219,60 +322,7 @@ class _Fuser:
             reads += [
                 (chain.residual, node) for node in chain.residual.users if node in chain.nodes
             ]
-        return not any(self._is_written(each, reader, chain) for each, reader in reads)
-
-    def _is_written(self, read: fx.Node, reader: fx.Node, chain: _Chain) -> bool:
-        """Return whether a node writes there between its reader and the end of the chain."""
-        memory = self._memory(read)
-        first, last = self._order[reader], self._order[chain.nodes[-1]]
-        return any(
-            memory & self._memory(written)
-            for node, at in self._order.items()
-            if first < at < last and node not in chain.nodes
-            for written in self._written(node)
-        )
-
-    def _written(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes whose memory this one writes to, besides its own result."""
-        given = node.all_input_nodes
-        module = _module(self.traced, node)
-        if module is not NO_MODULE:
-            return given if getattr(module, "inplace", False) else []
-        if node.op == "call_method":
-            is_so = node.target.endswith("_") and not node.target.endswith("__")
-            return given if is_so or node.target == "__setitem__" else []
-        if node.op != "call_function":
-            return []
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None:
-            return given if schema.is_mutable else []
-        name = getattr(node.target, "__name__", "")
-        is_so = node.target in IN_PLACE_FUNCTIONS or name.endswith("_") or "out" in node.kwargs
-        # `inplace` may be a positional argument.
-        is_told = any(each is True for each in (*node.args, node.kwargs.get("inplace")))
-        return given if is_so or is_told else []
-
-    def _memory(self, node: fx.Node) -> set[fx.Node]:
-        """Return the nodes whose memory this one may alias, including itself."""
-        found: set[fx.Node] = set()
-        waiting = [node]
-        while waiting:
-            current = waiting.pop()
-            if current not in found:
-                found.add(current)
-                waiting += [] if self._is_fresh(current) else current.all_input_nodes
-        return found
-
-    def _is_fresh(self, node: fx.Node) -> bool:
-        if self._written(node):
-            return False
-        module = _module(self.traced, node)
-        if module is NO_MODULE:
-            return node.op == "call_function" and node.target in FRESH_FUNCTIONS
-        if isinstance(module, Convolution):
-            return True
-        where = type(module).__module__
-        return where.startswith("torch.nn.") and where.endswith(FRESH_MODULES)
+        return not any(self._memory.is_written(each, reader, chain.nodes) for each, reader in reads)
 
     def _replace(self, chain: _Chain, name: str) -> None:
         first, last = chain.nodes[0], chain.nodes[-1]
@@ -281,21 +331,70 @@ class _Fuser:
         if key not in self._weights:
             self._weights[key] = _folded(chain.conv, chain.norm)
         weight, bias = self._weights[key]
-        if bias is None and chain.has_relu:
+        if bias is None and chain.activation == RELU:
+            # cuDNN's fused kernels have one.
             bias = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
         geometry = _geometry(chain.conv)
         assert geometry is not None
-        self.traced.add_submodule(
-            name, Convolution(weight, bias, geometry, chain.has_relu, self.tuner)
-        )
+        made = Convolution(*(weight, bias, geometry, chain.activation, self.tuner), chain.adds_last)
+        self.traced.add_submodule(name, made)
         residual = () if chain.residual is None else (chain.residual,)
         with self.traced.graph.inserting_after(last):
-            made = self.traced.graph.call_module(name, (first.all_input_nodes[0], *residual))
-        last.replace_all_uses_with(made)
-        self._order[made] = self._order[last]
+            call = self.traced.graph.call_module(name, (first.all_input_nodes[0], *residual))
+        self._swap(chain, call)
+
+    def _swap(self, chain: _Chain, call: fx.Node) -> None:
+        """Put a call in the place of a chain."""
+        last = chain.nodes[-1]
+        last.replace_all_uses_with(call)
+        self._memory.order[call] = self._memory.order[last]
         for node in reversed(chain.nodes):
             self.traced.graph.erase_node(node)
-            del self._order[node]
+            del self._memory.order[node]
+
+
+def _both(factors: tuple[object, object] | None) -> list[tuple[fx.Node, fx.Node]]:
+    """Return two factors in both orders, if they are nodes."""
+    if factors is None or not all(isinstance(each, fx.Node) for each in factors):
+        return []
+    one, other = factors
+    assert isinstance(one, fx.Node) and isinstance(other, fx.Node)
+    return [(one, other), (other, one)]
+
+
+def _is_pixelwise(module: nn.Module) -> bool:
+    """Return whether it is a 1x1 convolution with stride 1."""
+    is_conv = type(module) is nn.Conv2d and has_no_hooks(module) and module.kernel_size == (1, 1)
+    return is_conv and _geometry(module) == ConvGeometry()
+
+
+def _is_mean(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether the node is the mean over all pixels, as an image of one."""
+    module = called_module(traced, node)
+    if module is not NO_MODULE:
+        is_pool = type(module) is nn.AdaptiveAvgPool2d and has_no_hooks(module)
+        return is_pool and module.output_size in ONE_PIXEL
+    if node.op not in ("call_function", "call_method"):
+        return False
+    others = (*node.args[1:], *node.kwargs.values())
+    if node.target in POOL_FUNCTIONS:
+        return len(others) == 1 and _plain_value(others[0]) in ONE_PIXEL
+    if node.target in MEAN_FUNCTIONS and len(others) == len(("axes", "keepdim")):
+        return _plain_value(others[0]) in ((2, 3), (-2, -1), (-1, -2)) and others[1] is True
+    return False
+
+
+def _plain_value(value: object) -> object:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _linear(conv: nn.Conv2d) -> nn.Linear:
+    """Return a 1x1 convolution as a linear layer."""
+    with torch.device("meta"):
+        linear = nn.Linear(conv.in_channels, conv.out_channels, conv.bias is not None)
+    linear.weight = _constant(conv.weight.flatten(1))
+    linear.bias = None if conv.bias is None else _constant(conv.bias)
+    return linear
 
 
 def _geometry(conv: nn.Conv2d) -> ConvGeometry | None:
@@ -307,7 +406,9 @@ def _geometry(conv: nn.Conv2d) -> ConvGeometry | None:
 
 def _is_norm(module: nn.Module) -> bool:
     """Return whether it is a batch norm with running statistics; without, it uses the batch's."""
-    return type(module) is nn.BatchNorm2d and _is_plain(module) and module.running_mean is not None
+    return (
+        type(module) is nn.BatchNorm2d and has_no_hooks(module) and module.running_mean is not None
+    )
 
 
 def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
@@ -349,13 +450,15 @@ def _move_biases(traced: fx.GraphModule) -> None:
     """Move the bias of a convolution that is only added to another into that one: cuDNN would take
     another pass over the result for it."""
     for node in traced.graph.nodes:
-        layer = _module(traced, node)
+        layer = called_module(traced, node)
         if not isinstance(layer, Convolution) or len(node.args) < len(("x", "residual")):
             continue
         added = node.args[1]
-        other = _module(traced, added)
+        other = called_module(traced, added)
         is_alone = isinstance(other, Convolution) and len(added.users) == len(added.args) == 1
-        if not is_alone or other.has_relu or other.bias is None or layer.bias is None:
+        if not is_alone or other.bias is None or layer.bias is None:
+            continue
+        if other.activation is not None or layer.adds_last:
             continue
         if layer.bias.shape == other.bias.shape:
             layer.bias = _constant(layer.bias + other.bias)
@@ -364,8 +467,8 @@ def _move_biases(traced: fx.GraphModule) -> None:
 
 def _pools(traced: fx.GraphModule, tuner: Tuner | None) -> None:
     for number, node in enumerate(list(traced.graph.nodes)):
-        module = _module(traced, node)
-        if type(module) is not nn.MaxPool2d or not _is_plain(module):
+        module = called_module(traced, node)
+        if type(module) is not nn.MaxPool2d or not has_no_hooks(module):
             continue
         if module.ceil_mode or module.return_indices or _pair(module.dilation) != (1, 1):
             continue

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from penstock.backends.onnx_import import elementwise, quantised
+from penstock.backends.onnx_import import quantised
 from penstock.backends.onnx_import.importer import WEIGHT_SCALE
+from penstock.backends.torch_activations import activation_of
 from penstock.kernels.convolution import IMAGE_RANK, ConvGeometry, Tuner
 from penstock.kernels.int8_layers import (
     MAX_STEM_WINDOW,
@@ -247,11 +248,15 @@ class _Quantiser:
                 following = _only_user(following)
         if following is None:
             return tail
-        if _calls(following, torch.relu):
-            return _Tail([*tail.nodes, following], tail.residual, 0.0)
-        if _calls(following, elementwise.clip) and (limits := _limits(following)) is not None:
-            return _Tail([*tail.nodes, following], tail.residual, *limits)
-        return tail
+        limits = self._limits(following)
+        return tail if limits is None else _Tail([*tail.nodes, following], tail.residual, *limits)
+
+    def _limits(self, node: fx.Node) -> tuple[float, float] | None:
+        """Return the limits of an activation that only limits its input."""
+        found = activation_of(self.module, node)
+        if found is None or found.kind not in ("relu", "clamp"):
+            return None
+        return (0.0, math.inf) if found.kind == "relu" else (found.a, found.b)
 
     def _is_sum(self, node: fx.Node) -> bool:
         """Return whether it adds two tensors that are computed."""
@@ -266,7 +271,7 @@ class _Quantiser:
         assert isinstance(one, fx.Node) and isinstance(other, fx.Node)
         nodes, lowest = [node], -math.inf
         following = _only_user(node)
-        if following is not None and _calls(following, torch.relu):
+        if following is not None and self._limits(following) == (0.0, math.inf):
             nodes, lowest = [node, following], 0.0
         out = self._levels_after(nodes[-1])
         if out is None:
@@ -331,17 +336,6 @@ def _calls(node: object, function: object) -> bool:
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _limits(node: fx.Node) -> tuple[float, float] | None:
-    """Return the limits of a Clip with constant ones."""
-    lowest, highest = (*node.args[1:], None, None)[:2]
-    lowest = node.kwargs.get("min") if lowest is None else lowest
-    highest = node.kwargs.get("max") if highest is None else highest
-    if isinstance(lowest, fx.Node) or isinstance(highest, fx.Node):
-        return None
-    low = -math.inf if lowest is None else float(lowest)
-    return low, math.inf if highest is None else float(highest)
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:

@@ -99,11 +99,23 @@ def _lift(made: fx.GraphModule, node: fx.Node) -> None:
         aten.relu.default: nn.ReLU,
         aten.relu_.default: lambda: nn.ReLU(inplace=True),
         aten.max_pool2d.default: nn.MaxPool2d,
+        aten.linear.default: _linear,
+        aten.layer_norm.default: _layer_norm,
         aten.dropout.default: lambda rate, is_on: nn.Dropout(rate) if is_on else nn.Identity(),
     }
-    sums = {aten.add.Tensor: operator.add, aten.add_.Tensor: operator.iadd}
-    if node.target in sums and not node.kwargs:
-        node.target = sums[node.target]
+    functions: dict[object, Callable[..., object]] = {
+        aten.add.Tensor: operator.add,
+        aten.add_.Tensor: operator.iadd,
+        aten.mul.Tensor: operator.mul,
+        aten.mul_.Tensor: operator.imul,
+        # Views of what fusion changes may have to be copied.
+        aten.view.default: torch.reshape,
+        aten.permute.default: torch.permute,
+    }
+    if node.target in functions and not node.kwargs:
+        node.target = functions[node.target]
+    elif node.target is aten.scaled_dot_product_attention.default:
+        node.target = nn.functional.scaled_dot_product_attention
     elif node.target in known and not node.kwargs:
         x, *others = node.args
         given = [_value(made, each) for each in others]
@@ -159,6 +171,27 @@ def _norm(
     norm.running_mean, norm.running_var = mean, var
     if is_training:
         raise ValueError("a normalisation takes the statistics of the batch")
+    return norm
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+    linear.weight = _parameter(weight)
+    linear.bias = None if bias is None else _parameter(bias)
+    return linear
+
+
+def _layer_norm(
+    shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    epsilon: float = 1e-5,
+    *others: bool,
+) -> nn.LayerNorm:
+    norm = nn.LayerNorm(tuple(shape), epsilon, elementwise_affine=weight is not None)
+    norm.weight = None if weight is None else _parameter(weight)
+    norm.bias = None if bias is None else _parameter(bias)
     return norm
 
 

@@ -1,14 +1,16 @@
 """Convolutions fused with what follows them, run by the fastest implementation for their sizes.
 
-Those are torch's operators one by one, cuDNN's fused ones, a cuBLAS GEMM for windows of one pixel,
-and our own kernels. On a GPU a `Tuner` times them once for each case (sizes and datatype) and drops
-those with wrong results. Choices are kept with the version, so a second start times nothing. On a
-CPU, and for shapes that are unknown at load, a layer uses torch's operators.
+Those are torch's operators one by one, cuDNN's fused ones (ReLU only), cuDNN's convolution followed
+by one kernel for all the rest, a cuBLAS GEMM for windows of one pixel, and our own kernels. On a
+GPU a `Tuner` times them once for each case (sizes and datatype) and drops those with wrong results.
+Choices are kept with the version, so a second start times nothing. On a CPU, and for shapes that
+are unknown at load, a layer uses torch's operators.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import statistics
@@ -16,24 +18,34 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import torch
 from torch.nn import functional
 
 from penstock.errors import first_line
-from penstock.kernels import CHOICES, KERNELS, has_triton
+from penstock.kernels import CHOICES, KERNELS, cublaslt, has_triton
+from penstock.kernels.activation import GELU_TANH, RELU, Activation
 from penstock.kernels.cudnn_int8 import Int8Graphs
 
 if TYPE_CHECKING:
-    from penstock.kernels.conv import Tile, Workspace
-    from penstock.kernels.int8_layers import Int8Layer
+    from triton import JITFunction
 
-Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    from penstock.kernels.conv import Tile, Workspace
+    from penstock.kernels.cublaslt import Products
+    from penstock.kernels.depthwise import DepthwiseTile
+    from penstock.kernels.pointwise import Epilogue
+
+Result: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+# Of x and a residual, which may be None; layers with more inputs take them after these.
+Run = Callable[..., Result]
 Pair = tuple[int, int]
-TunedLayer: TypeAlias = "Convolution | Int8Layer | MaxPool"
+# Computes a factor for each image and channel.
+Scale = Callable[[torch.Tensor], torch.Tensor]
 REFERENCE = "torch"
+# Limit of elements of a tensor: our kernels count in 32 bits, and to the end of their last block.
+MAX_OFFSET = 2**31 - 2**16
 # Rank of a batch of images; a single image has one less.
 IMAGE_RANK = 4
 # Largest relative error against torch (in norm), by datatype.
@@ -46,6 +58,18 @@ NUM_CALLS, NUM_RUNS = 8, 5
 SPARE_BYTES = 4 << 30
 # Limit of concurrent compilers.
 MAX_COMPILERS = 16
+# Families of implementations that include kernels of our own, which are compiled first.
+OWN = ("triton", "epilogue", "cublas")
+
+
+class Layer(Protocol):
+    """A layer with several implementations of its tensors: x, a residual or None, and others."""
+
+    def key(self, *tensors: torch.Tensor | None) -> str:
+        """Return everything that the choice depends on."""
+
+    def implementations(self, *tensors: torch.Tensor | None) -> dict[str, Run]:
+        """Return what can run this case, by name; REFERENCE is right by definition."""
 
 
 class ConvGeometry(NamedTuple):
@@ -110,7 +134,7 @@ class GpuTimer:
 class Case:
     """A layer and the form of its arguments, without values."""
 
-    layer: TunedLayer
+    layer: Layer
     # Shape, strides and datatype.
     forms: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
     device: torch.device
@@ -131,7 +155,7 @@ class Remembered(msgspec.Struct):
     choices: dict[str, str]
 
 
-@dataclass(slots=True)
+@dataclass
 class Tuner:
     """Choice of implementation for each case: `find` returns it, `tune` times unknown cases."""
 
@@ -143,19 +167,18 @@ class Tuner:
     num_tuned: int = 0
     _used: set[str] = field(default_factory=set)
     _workspace: Workspace | None = None
-    _graphs: Int8Graphs | None = None
     _waiting: dict[str, Case] = field(default_factory=dict)
 
     def find(
-        self, layer: TunedLayer, x: torch.Tensor, residual: torch.Tensor | None
+        self, layer: Layer, x: torch.Tensor, *others: torch.Tensor | None
     ) -> tuple[str, Run] | None:
         """Return the chosen implementation, or queue the case and return None."""
-        key = layer.key(x, residual)
+        key = layer.key(x, *others)
         name = self.choices.get(key)
-        if name is not None and (run := layer.implementations(x, residual).get(name)):
+        if name is not None and (run := layer.implementations(x, *others).get(name)):
             self._used.add(key)
             return name, run
-        forms = tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, residual))
+        forms = tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, *others))
         self._waiting.setdefault(key, Case(layer, forms, x.device))
         return None
 
@@ -181,44 +204,48 @@ class Tuner:
             self._workspace = conv.Workspace(self.device)
         return self._workspace
 
-    @property
+    @functools.cached_property
+    def products(self) -> Products | None:
+        """Calls to cuBLASLt, with a workspace for one stream; None if it cannot be called."""
+        try:
+            return cublaslt.open_products(self.device) if self.device.type == "cuda" else None
+        except cublaslt.Unavailable:
+            return None
+
+    @functools.cached_property
     def graphs(self) -> Int8Graphs:
-        if self._graphs is None:
-            self._graphs = Int8Graphs(self.device)
-        return self._graphs
+        """INT8 convolutions of cuDNN."""
+        return Int8Graphs(self.device)
 
     def _compile(self, cases: Iterable[Case]) -> None:
         """Compile the kernels of all cases in several threads: the slowest part of tuning."""
         if not has_triton() or self.device.type != "cuda":
             return
-        from penstock.kernels import conv
+        from penstock.kernels import pointwise
 
-        with conv.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
+        with pointwise.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
             for case in cases:
-                x, residual = case.empty()
-                assert x is not None
-                for name, run in case.layer.implementations(x, residual).items():
-                    if name.startswith("triton"):
+                tensors = case.empty()
+                for name, run in case.layer.implementations(*tensors).items():
+                    if name.startswith(OWN):
                         # Errors are reported when it is timed.
                         with contextlib.suppress(Exception):
-                            run(x, residual)
+                            run(*tensors)
 
     def _fastest(self, key: str, case: Case) -> str:
         times = {}
         try:
-            x, residual = case.randomized()
-            assert x is not None
-            runs = case.layer.implementations(x, residual)
-            wanted = runs[REFERENCE](x, residual)
-            dtypes = {x.dtype, wanted.dtype}
-            tolerance = max(TOLERANCE.get(dtype, INT8_TOLERANCE) for dtype in dtypes)
+            tensors = case.randomized()
+            runs = case.layer.implementations(*tensors)
+            wanted = runs[REFERENCE](*tensors)
+            tolerance = _tolerance(tensors, wanted)
         except torch.OutOfMemoryError as error:
             self.problems[key] = first_line(error)
             return REFERENCE
         for name, run in runs.items():
             try:
-                check_close(run(x, residual), wanted, tolerance)
-                times[name] = self.timer.seconds(partial(run, x, residual))
+                check_close(run(*tensors), wanted, tolerance)
+                times[name] = self.timer.seconds(partial(run, *tensors))
             except Exception as error:  # Implementations may not support the case.
                 self.problems[f"{key}: {name}"] = first_line(error)
         return min(times, key=lambda name: times[name]) if times else REFERENCE
@@ -228,8 +255,21 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.normal_() if tensor.is_floating_point() else tensor.random_(-128, 128)
 
 
-def check_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+def _tolerance(tensors: Iterable[torch.Tensor | None], wanted: Result) -> float:
+    """Return the largest of those of x and of the result."""
+    x = next(iter(tensors))
+    results = wanted if isinstance(wanted, tuple) else (wanted,)
+    dtypes = {each.dtype for each in (x, *results) if each is not None}
+    return max(TOLERANCE.get(dtype, INT8_TOLERANCE) for dtype in dtypes)
+
+
+def check_close(found: Result, wanted: Result, tolerance: float) -> None:
     """Raise ArithmeticError if the relative error (in norm) is beyond the tolerance."""
+    if isinstance(found, tuple):
+        for number, each in enumerate(found):
+            check_close(each, wanted[number], tolerance)
+        return
+    assert isinstance(wanted, torch.Tensor)
     found, wanted = found.float(), wanted.float()
     off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
     if not off <= tolerance:
@@ -285,34 +325,48 @@ def load_kernels(content: bytes) -> None:
 def to_remember(tuner: Tuner) -> dict[str, bytes]:
     files = choices_file(tuner.used(), tuner.device)
     if has_triton() and tuner.device.type == "cuda":
-        from penstock.kernels import conv, int8_triton, stored
+        from penstock.kernels import stored
 
-        files[KERNELS] = stored.pack((*conv.FUNCTIONS, *int8_triton.FUNCTIONS))
+        files[KERNELS] = stored.pack(_own_kernels())
     return files
+
+
+def _own_kernels() -> list[JITFunction]:
+    from penstock.kernels import conv, depthwise, int8_triton, pointwise, residual_norm, squeeze
+
+    files = conv, depthwise, int8_triton, pointwise, residual_norm, squeeze
+    return [function for file in files for function in file.FUNCTIONS]
 
 
 class Chosen:
     """Chosen implementations of one layer, by shape and datatype."""
 
-    def __init__(self, layer: TunedLayer, tuner: Tuner | None) -> None:
+    def __init__(self, layer: Layer, tuner: Tuner | None) -> None:
         self._layer = layer
         self._tuner = tuner
         self._runs: dict[object, tuple[str, int, Run]] = {}
 
-    def run(self, x: torch.Tensor, residual: torch.Tensor | None, default: Run) -> torch.Tensor:
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        default: Run,
+        *others: torch.Tensor,
+    ) -> Result:
         tuner = self._tuner
         if tuner is None:
-            return default(x, residual)
-        key = x.shape, x.dtype, None if residual is None else residual.shape
+            return default(x, residual, *others)
+        shapes = tuple(each.shape for each in others)
+        key = x.shape, x.dtype, None if residual is None else residual.shape, *shapes
         known = self._runs.get(key)
         if known is not None:
-            return known[2](x, residual)
-        found = tuner.find(self._layer, x, residual)
+            return known[2](x, residual, *others)
+        found = tuner.find(self._layer, x, residual, *others)
         if found is None:
-            return default(x, residual)
+            return default(x, residual, *others)
         name, run = found
         self._runs[key] = name, x.shape[0], run
-        return run(x, residual)
+        return run(x, residual, *others)
 
     def names(self) -> list[tuple[int, str]]:
         return [(batch, name) for name, batch, _ in self._runs.values()]
@@ -327,24 +381,38 @@ class Chosen:
         assert self._tuner is not None
         return self._tuner.graphs
 
+    @property
+    def products(self) -> Products | None:
+        return None if self._tuner is None else self._tuner.products
 
-class Convolution(torch.nn.Module):  # type: ignore[misc]
-    """conv2d, optionally followed by the addition of a tensor and by ReLU."""
+
+class TunedLayer(torch.nn.Module):  # type: ignore[misc]
+    """A layer that returns new memory, by the implementation chosen for its sizes."""
+
+    def __init__(self, tuner: Tuner | None) -> None:
+        super().__init__()
+        self.chosen = Chosen(self, tuner)
+
+
+class Convolution(TunedLayer):
+    """conv2d, optionally with a tensor added to it and an activation; `adds_last`: the activation
+    comes first."""
 
     def __init__(
         self,
         weight: torch.nn.Parameter,
         bias: torch.nn.Parameter | None,
         geometry: ConvGeometry,
-        has_relu: bool,
+        activation: Activation | None,
         tuner: Tuner | None,
+        adds_last: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(tuner)
         self.weight = weight
         self.bias = bias
         self.geometry = geometry
-        self.has_relu = has_relu
-        self.chosen = Chosen(self, tuner)
+        self.activation = activation
+        self.adds_last = adds_last
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -356,10 +424,19 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return self.chosen.run(x, residual, default)
 
     @property
+    def has_relu(self) -> bool:
+        return self.activation == RELU
+
+    @property
     def default(self) -> str:
         """Implementation to use before one is chosen."""
         is_fused = self.weight.is_cuda and self.has_relu and self.bias is not None
         return "cudnn" if is_fused else REFERENCE
+
+    @property
+    def is_depthwise(self) -> bool:
+        groups = self.geometry.groups
+        return bool(groups > 1 and self.weight.shape[:2] == (groups, 1))
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
         out, _, *window = self.weight.shape
@@ -370,23 +447,37 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
             f"to {out} window {_x(window)} stride {_x(geometry.stride)}",
             f"padding {_x(geometry.padding)} dilation {_x(geometry.dilation)}",
             f"groups {geometry.groups}",
-            *["bias"] * (self.bias is not None),
-            *["residual"] * (residual is not None),
-            *["relu"] * self.has_relu,
         ]
-        return " ".join(parts)
+        return " ".join((*parts, *self._steps(residual)))
+
+    def _steps(self, residual: torch.Tensor | None) -> list[str]:
+        """Return what follows the product, in order."""
+        steps = ["bias"] * (self.bias is not None)
+        rest = ["residual"] * (residual is not None)
+        rest += [] if self.activation is None else [str(self.activation)]
+        return steps + (rest[::-1] if self.adds_last else rest)
 
     def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
         found: dict[str, Run] = {REFERENCE: self._plain}
+        is_whole = self.default == "cudnn" and (residual is None or not self.adds_last)
         if self.default == "cudnn":
             found["cudnn"] = self._cudnn
-        if self.geometry.groups > 1:
-            return found
         if self.weight.shape[2:] == (1, 1) and self.geometry == ConvGeometry():
             found["cublas"] = self._cublas
-        if has_triton() and self.geometry.dilation == (1, 1) and x.dtype in TOLERANCE:
-            found |= self._own(x)
+        if not has_triton() or x.dtype not in TOLERANCE or not self._is_addressable(x):
+            return found
+        if self._steps(residual) and not is_whole:
+            found["epilogue"] = self._by_epilogue
+        if self.geometry.dilation == (1, 1):
+            if self.geometry.groups == 1:
+                found |= self._own(x)
+            elif self.is_depthwise:
+                found |= self._depthwise(x)
         return found
+
+    def _is_addressable(self, x: torch.Tensor) -> bool:
+        """Return whether our kernels can address the tensors."""
+        return bool(max(x.numel(), math.prod(self._out_shape(x))) <= MAX_OFFSET)
 
     def _out_shape(self, x: torch.Tensor) -> tuple[int, ...]:
         stride, padding, dilation, _ = self.geometry
@@ -398,76 +489,131 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return x.shape[0], self.weight.shape[0], *lengths
 
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        y = functional.conv2d(x, self.weight, self.bias, *self.geometry)
-        if residual is not None:
+        return self._rest(functional.conv2d(x, self.weight, self.bias, *self.geometry), residual)
+
+    def _rest(self, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Apply what follows product and bias, by torch's operators."""
+        if residual is not None and not self.adds_last:
             y = y + residual
-        return functional.relu(y) if self.has_relu else y
+        y = y if self.activation is None else self.activation(y)
+        return y + residual if residual is not None and self.adds_last else y
 
     def _cudnn(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         x = x.contiguous(memory_format=torch.channels_last)
-        if residual is None:
-            return torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.geometry)
+        if residual is None or self.adds_last:
+            y = torch.cudnn_convolution_relu(x, self.weight, self.bias, *self.geometry)
+            return y if residual is None else y.add_(residual)
         return torch.cudnn_convolution_add_relu(
             x, self.weight, residual, 1.0, self.bias, *self.geometry
         )
 
+    def _epilogue(self, residual: torch.Tensor | None) -> Epilogue:
+        from penstock.kernels.pointwise import Epilogue
+
+        return Epilogue(self.bias, last(residual), self.activation, self.adds_last)
+
+    def _by_epilogue(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Run the library's convolution, and one kernel of ours for all that follows."""
+        from penstock.kernels import pointwise
+
+        y = functional.conv2d(x, self.weight, None, *self.geometry)
+        return pointwise.finish(last(y), self._epilogue(residual))
+
     def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Run as a GEMM with bias and ReLU as epilogue; a residual takes another pass."""
         rows = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-        weight = self.weight.flatten(1).t()
+        batch, _, high, wide = x.shape
+        added = None
+        if residual is not None:
+            added = residual.permute(0, 2, 3, 1).reshape(-1, len(self.weight))
+        y = self._product(rows, self.weight.flatten(1).t(), added)
+        return y.view(batch, high, wide, -1).permute(0, 3, 1, 2)
+
+    def _product(
+        self, rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run as a GEMM, with bias and ReLU or GELU (tanh) as its epilogue where they come next;
+        the rest is one more kernel."""
+        is_next = residual is None or self.adds_last
+        is_gelu = self.activation == GELU_TANH and rows.is_cuda
         if self.bias is None:
             y = torch.mm(rows, weight)
-        elif residual is None and self.has_relu:
-            y = torch._addmm_activation(self.bias, rows, weight)
+        elif is_next and (self.has_relu or is_gelu):
+            y = torch._addmm_activation(self.bias, rows, weight, use_gelu=is_gelu)
+            return y if residual is None else y.add_(residual)
         else:
             y = torch.addmm(self.bias, rows, weight)
-        batch, _, high, wide = x.shape
-        y = y.view(batch, high, wide, -1).permute(0, 3, 1, 2)
-        if residual is not None:
-            y += residual
-        is_left = self.has_relu and (residual is not None or self.bias is None)
-        return y.relu_() if is_left else y
+        return self._rest_in_place(y, residual)
 
-    def _own(self, x: torch.Tensor) -> dict[str, Run]:
-        """Return our own kernels; none for tensors that they cannot address."""
+    def _rest_in_place(self, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Apply what follows product and bias to a matrix, in one kernel on a GPU."""
+        if not y.is_cuda or not has_triton() or y.numel() > MAX_OFFSET:
+            return self._rest(y, residual)
+        if residual is None and self.activation is None:
+            return y
+        from penstock.kernels import pointwise
+
+        residual = None if residual is None else residual.contiguous()
+        after = pointwise.Epilogue(None, residual, self.activation, self.adds_last)
+        return pointwise.finish(y, after)
+
+    def _own(self, x: torch.Tensor, scale: Scale | None = None) -> dict[str, Run]:
+        """Return our own kernels; `scale` computes a factor for each image and channel of x."""
         from penstock.kernels import conv
 
         out, channels, *size = self.weight.shape
-        out_shape = self._out_shape(x)
-        if max(x.numel(), math.prod(out_shape)) > conv.MAX_ELEMENTS:
-            return {}
         window = conv.ConvWindow(tuple(size), self.geometry.stride, self.geometry.padding)
 
         def by_kernel(tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-            after = conv.Epilogue(self.bias, _last(residual), self.has_relu)
-            weight = _last(self.weight)
-            return conv.convolve(_last(x), weight, window, after, tile, self.chosen.workspace)
+            factors = None if scale is None else scale(x)
+            after, weight = self._epilogue(residual), last(self.weight)
+            return conv.convolve(
+                last(x), weight, window, after, tile, self.chosen.workspace, factors
+            )
 
         def by_packing(tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
             if self._packed is None:
                 self._packed = conv.pack_weight(self.weight)
-            after = conv.Epilogue(self.bias, _last(residual), self.has_relu)
+            after = self._epilogue(residual)
             return conv.convolve_packed(x, self._packed, window, after, tile, self.chosen.workspace)
 
-        num_rows = math.prod(out_shape) // out
+        num_rows = math.prod(self._out_shape(x)) // out
         found: dict[str, Run] = {}
         for tile in conv.tiles_of(num_rows, out, channels, math.prod(size), x.dtype.itemsize):
-            num_tiles = -(-num_rows // tile.rows) * (out // tile.columns)
+            num_tiles = tile.count(num_rows, out)
             if tile.split == 1 or self.chosen.workspace.has_room(tile, num_tiles):
                 found[f"triton {tile}"] = partial(by_kernel, tile)
-        if channels <= conv.PIXEL and size[1] <= 2 * conv.PIXEL and out % 32 == 0:
+        if channels <= conv.PIXEL and size[1] <= 2 * conv.PIXEL and scale is None:
             tile = conv.packed_tile(num_rows, out, size[1])
             found[f"triton packed {tile}"] = partial(by_packing, tile)
         return found
 
+    def _depthwise(self, x: torch.Tensor) -> dict[str, Run]:
+        from penstock.kernels import conv, depthwise
 
-class MaxPool(torch.nn.Module):  # type: ignore[misc]
+        size = self.weight.shape[2:]
+        if max(size) > depthwise.MAX_SIZE:
+            return {}
+        window = conv.ConvWindow(tuple(size), self.geometry.stride, self.geometry.padding)
+
+        def run(
+            tile: DepthwiseTile, x: torch.Tensor, residual: torch.Tensor | None
+        ) -> torch.Tensor:
+            if self._packed is None:
+                self._packed = depthwise.pack_weight(self.weight)
+            after = self._epilogue(residual)
+            return depthwise.convolve(last(x), self._packed, window, after, tile)
+
+        _, _, high, wide = self._out_shape(x)
+        tiles = depthwise.tiles_of(high, wide, len(self.weight), max(size))
+        return {f"triton depthwise {tile}": partial(run, tile) for tile in tiles}
+
+
+class MaxPool(TunedLayer):
     """max_pool2d without indices, which torch's operator also writes."""
 
     def __init__(self, size: Pair, stride: Pair, padding: Pair, tuner: Tuner | None) -> None:
-        super().__init__()
+        super().__init__(tuner)
         self.size, self.stride, self.padding = size, stride, padding
-        self.chosen = Chosen(self, tuner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.ndim != IMAGE_RANK or torch.compiler.is_compiling():
@@ -483,16 +629,16 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         if has_triton() and x.dtype in TOLERANCE:
             from penstock.kernels import conv
 
-            if x.numel() <= conv.MAX_ELEMENTS:
+            if x.numel() <= MAX_OFFSET:
                 window = conv.ConvWindow(self.size, self.stride, self.padding)
-                found["triton"] = lambda x, _: conv.max_pool(_last(x), window)
+                found["triton"] = lambda x, _: conv.max_pool(last(x), window)
         return found
 
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return functional.max_pool2d(x, self.size, self.stride, self.padding)
 
 
-def counted(layers: Iterable[Convolution | Int8Layer]) -> dict[int, Counter[str]]:
+def counted(layers: Iterable[TunedLayer]) -> dict[int, Counter[str]]:
     """Count the layers of each implementation, by batch size."""
     found: dict[int, Counter[str]] = {}
     for layer in layers:
@@ -501,7 +647,7 @@ def counted(layers: Iterable[Convolution | Int8Layer]) -> dict[int, Counter[str]
     return found
 
 
-def _last(x: torch.Tensor | None) -> torch.Tensor | None:
+def last(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous(memory_format=torch.channels_last)
 
 

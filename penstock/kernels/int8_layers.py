@@ -18,10 +18,10 @@ from penstock.kernels import cudnn_int8, has_triton
 from penstock.kernels.convolution import (
     IMAGE_RANK,
     REFERENCE,
-    Chosen,
     ConvGeometry,
     Pair,
     Run,
+    TunedLayer,
     Tuner,
 )
 
@@ -65,7 +65,7 @@ class Int8Shape:
     geometry: ConvGeometry = ConvGeometry()
 
 
-class Int8Layer(nn.Module):  # type: ignore[misc]
+class Int8Layer(TunedLayer):
     """A convolution, or a matmul of rows, with INT8 inputs and weights, and what follows it.
 
     `scale` and `offset` are kept as bits, so that a cast of the module to 16 bits does not touch
@@ -83,10 +83,9 @@ class Int8Layer(nn.Module):  # type: ignore[misc]
         is_stem: bool = False,
     ) -> None:
         """`weight` has INT8 values [out, in, h, w], or [out, in] of a matmul."""
-        super().__init__()
+        super().__init__(tuner)
         self.shape = shape
         self.is_matmul = weight.ndim != IMAGE_RANK
-        self.chosen = Chosen(self, tuner)
         if self.is_matmul:
             kept = weight.contiguous()
         else:
@@ -124,11 +123,6 @@ class Int8Layer(nn.Module):  # type: ignore[misc]
         self.register_buffer("marker", torch.empty(0), persistent=False)
 
     @property
-    def default(self) -> str:
-        """Implementation to use before one is chosen."""
-        return REFERENCE
-
-    @property
     def limits(self) -> tuple[float, float]:
         """Limits of the result, in its own units."""
         out = self.shape.out
@@ -157,7 +151,9 @@ class Int8Layer(nn.Module):  # type: ignore[misc]
         return self._run(rows, added).view(out_shape)
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        return self.chosen.run(x, residual, self._plain)
+        found = self.chosen.run(x, residual, self._plain)
+        assert isinstance(found, torch.Tensor)
+        return found
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
         geometry = self.shape.geometry

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.kernels.conv import NUM_PROGRAMS, PIXEL, ConvWindow, Tile, Workspace
-from penstock.kernels.conv import _launch as launch
+from penstock.kernels.pointwise import launch
 
 # 1.5 * 2^23 and its bits: floats from there on count in steps of one.
 SHIFT, SHIFT_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)

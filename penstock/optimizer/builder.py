@@ -23,6 +23,8 @@ COMPILE_SHARE = 0.5
 # The same for tuning convolutions: its time is known, and it gains far more than other steps.
 TUNING_SHARE = 0.8
 MIN_COMPILE_S = 20.0
+# What torch.compile normally takes on a GPU: it may have this much of the time that is left.
+NORMAL_COMPILE_S = 90.0
 # A build that was started this often and never finished crashes the run.
 MAX_BEGUN = 3
 
@@ -43,7 +45,9 @@ class Builder:
 
     def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
         left_s = self.run.budget.stage_left_s
-        return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
+        if left_s is None:
+            return None
+        return max(MIN_COMPILE_S, min(NORMAL_COMPILE_S, left_s), share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
         """Return the candidate's files, built after its parents'. BackendFailed if that fails."""

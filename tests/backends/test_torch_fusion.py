@@ -1,5 +1,6 @@
 """Fused modules answer as they did, whatever they are made of; what may not be fused is not."""
 
+import operator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
 convolution = pytest.importorskip("penstock.kernels.convolution")
+tracing = pytest.importorskip("penstock.backends.torch_tracing")
 nn, functional = torch.nn, torch.nn.functional
 
 
@@ -38,10 +40,10 @@ def images(batch: int = 2, channels: int = 8, size: int = 9) -> torch.Tensor:
 
 
 def layers_of(found) -> list:
-    """Fused convolutions as (has a residual, has a ReLU), in the order they run."""
+    """Fused convolutions as (has a residual, has an activation), in the order they run."""
     graph = found.module.graph
     return [
-        (len(node.args) == 2, found.module.get_submodule(node.target).has_relu)
+        (len(node.args) == 2, found.module.get_submodule(node.target).activation is not None)
         for node in graph.nodes
         if node.op == "call_module"
         and isinstance(found.module.get_submodule(node.target), convolution.Convolution)
@@ -179,8 +181,39 @@ FORMS = {
         [],
     ),
     "a batch norm of two": (lambda m, x: m.bn(m.conv(x)) + m.bn(m.other(x)), [NONE, ADD], []),
+    "relu before the add": (lambda m, x: m.act(m.conv(x)) + x, [ALL], []),
+    "one before and one after": (
+        lambda m, x: torch.sigmoid(m.act(m.conv(x)) + x),
+        [ALL],
+        ["sigmoid"],
+    ),
+    "two activations": (lambda m, x: torch.sigmoid(m.act(m.conv(x))), [RELU], ["sigmoid"]),
+    "two additions": (lambda m, x: m.conv(x) + x + x, [ADD], ["add"]),
+    "silu written out": (lambda m, x: (lambda y: y * torch.sigmoid(y))(m.conv(x)), [RELU], []),
+    "hard-swish written out": (
+        lambda m, x: (lambda y: functional.hardsigmoid(y) * y)(m.bn(m.conv(x))) + x,
+        [ALL],
+        [],
+    ),
+    "relu6": (lambda m, x: functional.relu6(m.bn(m.conv(x))), [RELU], []),
+    "clamp": (lambda m, x: m.conv(x).clamp(-0.5, 0.5), [RELU], []),
+    "clamp by name": (lambda m, x: torch.clamp(m.conv(x), max=0.5, min=0.0), [RELU], []),
+    "gelu": (lambda m, x: functional.gelu(m.conv(x)), [RELU], []),
+    "gelu by tanh": (lambda m, x: functional.gelu(m.conv(x), approximate="tanh") + x, [ALL], []),
+    "leaky": (lambda m, x: functional.leaky_relu(m.conv(x), 0.2, True), [RELU], []),
     # What must stay.
-    "relu before the add": (lambda m, x: m.act(m.conv(x)) + x, [RELU], ["add"]),
+    "a gate in place of its input": (
+        lambda m, x: (lambda y: functional.hardsigmoid(y, inplace=True) * y)(m.conv(x)),
+        [NONE],
+        ["hardsigmoid", "mul"],
+    ),
+    "sigmoid of another": (
+        lambda m, x: (lambda y: y * torch.sigmoid(x))(m.conv(x)),
+        [NONE],
+        ["sigmoid", "mul"],
+    ),
+    "clamp on one side": (lambda m, x: m.conv(x).clamp(max=0.5), [NONE], ["clamp"]),
+    "clamp by a tensor": (lambda m, x: torch.clamp(m.conv(x), x, x), [NONE], ["clamp"]),
     "conv with two users": (lambda m, x: (lambda y: m.act(y) + y)(m.conv(x)), [NONE], None),
     "norm with two users": (
         lambda m, x: (lambda y: functional.relu(y) * y)(m.bn(m.conv(x))),
@@ -196,8 +229,7 @@ FORMS = {
         ["mul", "add_", "add"],
     ),
     "norm before": (lambda m, x: m.conv(m.bn(x)), [NONE], ["BatchNorm2d"]),
-    "relu6": (lambda m, x: functional.relu6(m.bn(m.conv(x))), [NONE], ["relu6"]),
-    "gelu": (lambda m, x: functional.gelu(m.conv(x)), [NONE], ["gelu"]),
+    "elu": (lambda m, x: functional.elu(m.conv(x)), [NONE], ["elu"]),
     "written to what somebody holds": (
         lambda m, x: (lambda y: sub_in_place(y) * y)(m.conv(x)),
         [NONE],
@@ -234,12 +266,109 @@ def test_forms(name):
         assert left_over(found) == rest
 
 
-@pytest.mark.parametrize("act", [nn.ReLU6(), nn.LeakyReLU(), nn.SiLU(inplace=True)])
-def test_other_activations_stay(act):
-    module = trained(Said(lambda m, x: m.act(m.bn(m.conv(x))), act=act))
+ACTIVATIONS = {
+    "clamp 0 6": nn.ReLU6(inplace=True),
+    "clamp -0.5 2": nn.Hardtanh(-0.5, 2.0),
+    "leaky_relu 0.3 0": nn.LeakyReLU(0.3),
+    "silu": nn.SiLU(inplace=True),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU("tanh"),
+    "sigmoid": nn.Sigmoid(),
+    "hard_sigmoid 0.166667 0.5": nn.Hardsigmoid(),
+    "hard_swish": nn.Hardswish(),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("order", ["alone", "then added", "of the sum"])
+def test_activations_in_every_place(name, order):
+    forward = {
+        "alone": lambda m, x: m.act(m.bn(m.conv(x))),
+        "then added": lambda m, x: m.act(m.bn(m.conv(x))) + x,
+        "of the sum": lambda m, x: m.act(m.bn(m.conv(x)) + x),
+    }[order]
+    module = trained(Said(forward, act=ACTIVATIONS[name]))
     found = fusion.fuse(module)
     assert_same_answers(module, found)
-    assert layers_of(found) == [NONE] and left_over(found) == [type(act).__name__]
+    (layer,) = found.layers
+    assert str(layer.activation) == name and left_over(found) == []
+    assert layer.adds_last == (order == "then added")
+
+
+def test_activations_that_kernels_do_not_have_stay():
+    module = trained(Said(lambda m, x: m.act(m.bn(m.conv(x))), act=nn.Mish()))
+    found = fusion.fuse(module)
+    assert_same_answers(module, found)
+    assert layers_of(found) == [NONE] and left_over(found) == ["Mish"]
+
+
+class Gated(nn.Module):
+    """Squeeze-and-excitation between two convolutions, the mean and the product as said."""
+
+    def __init__(self, mean, product, *, size: int = 1, gate: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(8, 12, 3, padding=1), nn.Conv2d(12, 8, size)
+        self.squeeze, self.excite = nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1)
+        self.inner, self.outer = nn.SiLU(inplace=True), gate or nn.Sigmoid()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self._mean, self._product = mean, product
+
+    def forward(self, x):
+        y = functional.silu(self.first(x))
+        factor = self.outer(self.excite(self.inner(self.squeeze(self._mean(self, y)))))
+        return self.last(self._product(y, factor))
+
+
+MEANS = {
+    "pool": lambda m, y: m.pool(y),
+    "function": lambda m, y: functional.adaptive_avg_pool2d(y, (1, 1)),
+    "mean": lambda m, y: y.mean((2, 3), keepdim=True),
+    "torch mean": lambda m, y: torch.mean(y, [-2, -1], True),
+}
+
+
+@pytest.mark.parametrize("gate", [nn.Sigmoid(), nn.Hardsigmoid()], ids=["sigmoid", "hard"])
+@pytest.mark.parametrize("name", MEANS)
+def test_squeeze_and_excitation_goes_into_the_convolution_after_it(name, gate):
+    module = trained(Gated(MEANS[name], lambda y, factor: factor * y, gate=gate))
+    found = fusion.fuse(module)
+    assert_same_answers(module, found)
+    assert left_over(found) == ["GatedConvolution"] and len(found.layers) == 2
+
+
+def test_squeeze_and_excitation_before_anything_else_is_one_layer():
+    module = trained(Gated(MEANS["pool"], lambda y, factor: y * factor, size=3))
+    found = fusion.fuse(module)
+    assert_same_answers(module, found)
+    assert left_over(found) == ["SqueezeExcite"]
+    assert found.facts() == {"fusion": "2 convolutions, 1 gates: 3 torch"}
+    assert_same_answers(module, found, images()[0])
+
+
+@pytest.mark.parametrize(
+    ("mean", "product"),
+    [
+        (lambda m, y: functional.adaptive_avg_pool2d(y, 2).mean((2, 3), True), operator.mul),
+        (lambda m, y: y.amax((2, 3), keepdim=True), operator.mul),
+        (lambda m, y: y.mean((1, 2), keepdim=True).transpose(1, 3), operator.mul),
+        (MEANS["mean"], lambda y, factor: factor * (y + 1)),
+        (MEANS["mean"], lambda y, factor: y * factor + factor),
+    ],
+    ids=["two pools", "maximum", "other axes", "of another", "used again"],
+)
+def test_gates_of_another_kind_stay(mean, product):
+    class Odd(Gated):
+        def forward(self, x):
+            y = functional.silu(self.first(x))
+            pooled = self._mean(self, y)[:, :12]
+            pooled = functional.pad(pooled, (0, 0, 0, 0, 0, 12 - pooled.shape[1]))
+            factor = self.outer(self.excite(self.inner(self.squeeze(pooled))))
+            return self.last(self._product(y, factor))
+
+    module = trained((Odd if mean is not MEANS["mean"] else Gated)(mean, product))
+    found = fusion.fuse(module, None, tracing.TraceInputs([images()], {}, has_batch=True))
+    assert_same_answers(module, found)
+    assert not {"SqueezeExcite", "GatedConvolution"} & set(left_over(found))
 
 
 @pytest.mark.parametrize(
@@ -467,7 +596,9 @@ def test_options_that_do_not_go_together(config, tmp_path):
     options = {"penstock.fuse": "convolutions", "penstock.compile": "default"}
     with pytest.raises(ConfigError, match="penstock.fuse: not together with penstock.compile"):
         backend("pytorch")(replace(config, options=options))
-    with pytest.raises(ConfigError, match="penstock.fuse: 'all' is not one of convolutions"):
+    with pytest.raises(
+        ConfigError, match="penstock.fuse: 'all' is not one of convolutions, transformer, on"
+    ):
         backend("pytorch")(replace(config, options={"penstock.fuse": "all"}))
     other = replace(config, artifact=str(tmp_path / "model.pt2"))
     with pytest.raises(ConfigError, match="penstock.fuse: only for module.py"):

@@ -56,7 +56,7 @@ def test_the_gpu_gives_the_same_integers(config: ModelConfig, count: int) -> Non
     # FP16 after the last layer, and values halfway between two levels.
     assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
     built = there.built()
-    assert built["fusion"].startswith("8 layers, 8 in INT8")
+    assert "8 layers in INT8" in built["fusion"]
     assert built["cuda_graphs"] != "0"
 
 

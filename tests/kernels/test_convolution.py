@@ -11,6 +11,8 @@ from penstock.kernels import CHOICES
 torch = pytest.importorskip("torch")
 convolution = pytest.importorskip("penstock.kernels.convolution")
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
+activation = pytest.importorskip("penstock.kernels.activation")
+RELU, SILU = activation.RELU, activation.SILU
 Geometry, nn = convolution.ConvGeometry, torch.nn
 # Of Triton's interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -33,13 +35,14 @@ class FakeTimer:
         self.num_done += 1
 
 
-def a_layer(tuner, channels=32, out=32, size=1, has_relu=True, bias=True, **geometry):
+def a_layer(tuner, channels=32, out=32, size=1, act=RELU, bias=True, last=False, **geometry):
     generator = torch.Generator().manual_seed(2)
-    weight = torch.randn(out, channels, size, size, generator=generator)
+    each = channels // geometry.get("groups", 1)
+    weight = torch.randn(out, each, size, size, generator=generator)
     given = torch.randn(out, generator=generator)
     parameter = nn.Parameter(weight.contiguous(memory_format=torch.channels_last), False)
     bias = nn.Parameter(given, False) if bias else None
-    return convolution.Convolution(parameter, bias, Geometry(**geometry), has_relu, tuner)
+    return convolution.Convolution(parameter, bias, Geometry(**geometry), act, tuner, last)
 
 
 def images(batch=2, channels=32, size=6):
@@ -55,57 +58,45 @@ def a_tuner(timer=None, **choices):
 LAYERS = {
     "1x1": {},
     "1x1 without bias": {"bias": False},
-    "1x1 without relu": {"has_relu": False},
+    "1x1 without relu": {"act": None},
+    "1x1 with silu": {"act": SILU},
+    "1x1 with relu before the sum": {"last": True},
     "3x3": {"size": 3, "padding": (1, 1)},
     "3x3 by two": {"size": 3, "padding": (1, 1), "stride": (2, 2)},
     "few channels": {"channels": 3, "size": 7, "padding": (3, 3), "stride": (2, 2)},
-    "groups": {"channels": 16, "groups": 2, "size": 3},
+    "3x3 of odd channels": {"channels": 24, "out": 40, "size": 3, "act": SILU},
+    "groups": {"groups": 2, "size": 3},
+    "depthwise": {"groups": 32, "size": 3, "padding": (1, 1), "act": SILU},
+    "depthwise by two": {"groups": 32, "size": 5, "stride": (2, 2), "act": SILU, "last": True},
     "dilated": {"size": 3, "dilation": (2, 2)},
 }
-
-
-def small(arguments):
-    arguments = dict(arguments)
-    if arguments.get("groups"):
-        arguments["channels"] = 16
-    return arguments
-
-
-def grouped_layer(tuner, arguments):
-    if arguments.get("groups", 1) == 1:
-        return a_layer(tuner, **arguments)
-    weight = nn.Parameter(torch.randn(32, 8, 3, 3), False)
-    geometry = Geometry(groups=arguments["groups"])
-    return convolution.Convolution(
-        weight, nn.Parameter(torch.randn(32), False), geometry, True, tuner
-    )
+# Those that our kernels do not compute themselves.
+OTHERS = ("groups", "dilated")
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 @torch.inference_mode()
 def test_all_implementations_agree(name, has_residual):
-    tuner = a_tuner()
-    layer = grouped_layer(tuner, LAYERS[name])
-    plain = grouped_layer(None, LAYERS[name])
-    plain.load_state_dict(layer.state_dict())
+    layer, plain = a_layer(a_tuner(), **LAYERS[name]), a_layer(None, **LAYERS[name])
     x = images(channels=LAYERS[name].get("channels", 32), size=8)
-    shape = plain(x).shape
-    residual = torch.randn(shape) if has_residual else None
+    residual = torch.randn(plain(x).shape) if has_residual else None
     wanted = plain(x, residual)
     runs = layer.implementations(x, residual)
     for run in runs.values():
         assert torch.allclose(run(x, residual), wanted, atol=2e-2, rtol=1e-3)
     expected = {"torch"} | ({"cublas"} if name.startswith("1x1") else set())
-    families = {each.partition(" ")[0] for each in runs}
-    if HAS_TRITON and name not in ("groups", "dilated"):
-        expected.add("triton")
-    assert families == expected
+    if HAS_TRITON:
+        steps = layer.bias is not None or layer.activation is not None or has_residual
+        expected |= ({"triton"} - ({"triton"} if name in OTHERS else set())) | (
+            {"epilogue"} if steps else set()
+        )
+    assert {each.partition(" ")[0] for each in runs} == expected
 
 
 @torch.inference_mode()
 def test_what_is_fastest_is_chosen_and_run():
-    tuner = a_tuner(FakeTimer(3.0, 1.0, 2.0, 2.0))
+    tuner = a_tuner(FakeTimer(3.0, 1.0, 2.0, 2.0, 2.0))
     layer, x = a_layer(tuner), images()
     before = layer(x)
     assert layer.chosen.names() == [] and tuner.choices == {}
@@ -135,7 +126,7 @@ class Broken(convolution.Convolution):
     """Another implementation, which looks fast."""
 
     def __init__(self, like, how: str, tuner) -> None:
-        super().__init__(like.weight, like.bias, like.geometry, like.has_relu, tuner)
+        super().__init__(like.weight, like.bias, like.geometry, like.activation, tuner)
         self._how = how
 
     def implementations(self, x, residual):
@@ -173,7 +164,7 @@ def test_without_room_to_try_it_out_it_is_as_torch_does_it():
 
     tuner = a_tuner()
     like = a_layer(tuner)
-    Large(like.weight, like.bias, like.geometry, True, tuner)(images())
+    Large(like.weight, like.bias, like.geometry, RELU, tuner)(images())
     tuner.tune()
     assert list(tuner.choices.values()) == ["torch"]
     assert list(tuner.problems.values()) == ["CUDA out of memory"]
@@ -181,7 +172,7 @@ def test_without_room_to_try_it_out_it_is_as_torch_does_it():
 
 @torch.inference_mode()
 def test_what_was_chosen_is_remembered_for_the_same_machine_only():
-    tuner = a_tuner(FakeTimer(3.0, 1.0, 2.0, 2.0))
+    tuner = a_tuner(FakeTimer(3.0, 1.0, 2.0, 2.0, 2.0))
     layer = a_layer(tuner)
     layer(images())
     tuner.tune()
@@ -223,8 +214,10 @@ def test_a_residual_that_is_spread_is_not_timed():
 
 def test_keys_tell_all_cases_apart():
     tuner, x = a_tuner(), images(channels=32)
-    layers = [a_layer(tuner, **small(each)) for each in LAYERS.values() if "groups" not in each]
+    layers = [a_layer(tuner, **each) for each in LAYERS.values()]
     keys = {layer.key(x, residual) for layer in layers for residual in (None, x)}
+    # Without a residual it does not matter when it is added.
+    keys.add("the order of nothing")
     keys |= {layers[0].key(images(batch=4), None), layers[0].key(x.half(), None)}
     keys |= {layers[0].key(x.contiguous(), None)}
     assert len(keys) == 2 * len(layers) + 3

@@ -1,19 +1,21 @@
 """Finds layers that exporters write as several operators, and makes one of each.
 
-Layer norm, GELU, attention and the bias of a linear layer become what torch has for them: faster,
-and safe in FP16, where the squares of a decomposed layer norm overflow.
+Layer norm, activations, attention and the bias of a linear layer become what torch has for them:
+faster, known to fusion, and safe in FP16, where the squares of a decomposed layer norm overflow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from penstock.backends.onnx_import import elementwise, reductions, shapes
+from penstock.backends import torch_activations
+from penstock.backends.onnx_import import elementwise, layers, reductions, shapes
 from penstock.backends.onnx_import.importer import RANK
 
 MEAN = reductions.OPERATORS["ReduceMean"].compute
@@ -21,7 +23,11 @@ SOFTMAX = elementwise.OPERATORS["Softmax"].compute
 MULTIPLY, ADD, SUBTRACT = torch.mul, torch.add, torch.sub
 # Exporters write constants with seven digits or so.
 RELATIVE = 1e-4
-ATTENTION_RANK = 4
+ATTENTION_RANK = IMAGE_RANK = 4
+GLOBAL_POOL = layers.OPERATORS["GlobalAveragePool"].compute
+PIXELS = ([2, 3], [-2, -1], [-1, -2])
+# Factors of GELU in its tanh form.
+TANH_FACTOR, CUBE_FACTOR = math.sqrt(2 / math.pi), 0.044715
 
 
 def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
@@ -31,11 +37,18 @@ def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
         ("padding", _fuse_padding),
         ("linear_bias", _fuse_bias),
         ("layer_norm", _fuse_layer_norm),
+        ("transpose", _name_transpose),
         ("gelu", _fuse_gelu),
+        ("gelu_tanh", _fuse_tanh_gelu),
+        ("activation", _name_activation),
+        ("hard_swish", _fuse_hard_swish),
+        ("global_pool", _name_pool),
+        ("keys", _name_keys),
         ("attention", _fuse_attention),
     ):
         counts[name] = sum(find(module, node) for node in list(module.graph.nodes))
         module.graph.eliminate_dead_code()
+    counts["gated"] = torch_activations.restore(module)
     module.delete_all_unused_submodules()
     module.recompile()
     return counts
@@ -94,9 +107,10 @@ def _add_module(graph_module: fx.GraphModule, kind: str, layer: nn.Module) -> st
     return name
 
 
-def _replace(node: fx.Node, insert: Callable[[fx.Graph], fx.Node]) -> bool:
+def _replace(node: fx.Node, insert: Callable[[fx.Graph], fx.Node], rank: int | None = None) -> bool:
     with node.graph.inserting_before(node):
         made = insert(node.graph)
+    made.meta[RANK] = rank
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     return True
@@ -214,31 +228,145 @@ def _fuse_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
     if inner is None or not _is_near(inner[1], math.sqrt(0.5)) or raised is None:
         return False
     x, plus = inner[0], _number(raised, ADD)
-    product = _only_user(raised)
-    if plus is None or plus[1] != 1 or product is None:
+    if plus is None or plus[1] != 1:
         return False
-    # The factors x and 1/2 may be applied in any order, over one or two products.
-    halves, has_x, last = 1.0, False, raised
+    last = _last_product(raised, x, 0.5)
+    if last is None:
+        return False
+    return _replace(last, lambda graph: graph.call_function(functional.gelu, (x,)))
+
+
+def _last_product(start: fx.Node, x: fx.Node, factor: float) -> fx.Node | None:
+    """Return the node that is `start` times x times the factor: these may be applied in any order,
+    over one or two products."""
+    product, number, has_x, last = _only_user(start), 1.0, False, start
     while product is not None and _calls(product, MULTIPLY, elementwise.divide):
-        number = _factor(product)
-        if number is not None and number[0] is last:
-            halves *= number[1]
+        part = _factor(product)
+        if part is not None and part[0] is last:
+            number *= part[1]
         elif not has_x and _calls(product, MULTIPLY):
             rest = _other(product, last)
             part = _factor(rest)
             if rest is x:
                 has_x = True
             elif part is not None and part[0] is x:
-                has_x, halves = True, halves * part[1]
+                has_x, number = True, number * part[1]
             else:
-                return False
+                return None
         else:
-            return False
+            return None
         last = product
-        if has_x and _is_near(halves, 0.5):
-            return _replace(last, lambda graph: graph.call_function(functional.gelu, (x,)))
+        if has_x and _is_near(number, factor):
+            return last
         product = _only_user(last)
+    return None
+
+
+def _name_transpose(module: fx.GraphModule, node: fx.Node) -> bool:
+    """An order of dimensions that torch has a function for."""
+    order = node.kwargs.get("perm")
+    if not _calls(node, shapes.transpose) or not isinstance(order, list | tuple):
+        return False
+    x, rank = node.args[0], node.meta.get(RANK)
+    _replace(node, lambda graph: graph.call_function(torch.permute, (x, list(order))), rank)
+    return True
+
+
+def _fuse_tanh_gelu(module: fx.GraphModule, node: fx.Node) -> bool:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x cubed)))."""
+    if not _calls(node, torch.tanh):
+        return False
+    inner, raised = _factor(node.args[0]), _only_user(node)
+    if inner is None or not _is_near(inner[1], TANH_FACTOR) or raised is None:
+        return False
+    plus, total = _number(raised, ADD), inner[0]
+    if plus is None or plus[1] != 1 or not _calls(total, ADD):
+        return False
+    for x, cubic in (total.args, total.args[::-1]):
+        cube = _factor(cubic)
+        if cube is None or not _is_near(cube[1], CUBE_FACTOR) or not isinstance(x, fx.Node):
+            continue
+        if not _is_cube(cube[0], x):
+            continue
+        last = _last_product(raised, x, 0.5)
+        if last is not None:
+            return _replace(last, partial(_call_tanh_gelu, x=x))
     return False
+
+
+def _call_tanh_gelu(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    return graph.call_function(functional.gelu, (x,), {"approximate": "tanh"})
+
+
+def _is_cube(node: fx.Node, x: fx.Node) -> bool:
+    if (power := _number(node, elementwise.power)) is not None:
+        return power == (x, 3.0)
+    if not _calls(node, MULTIPLY) or x not in node.args:
+        return False
+    square = _other(node, x)
+    if not isinstance(square, fx.Node):
+        return False
+    power = _number(square, elementwise.power)
+    return power == (x, 2.0) if power is not None else square.args == (x, x)
+
+
+def _name_activation(module: fx.GraphModule, node: fx.Node) -> bool:
+    """An operator of ONNX that torch has a function for."""
+    given, x = dict(node.kwargs), node.args[0] if node.args else None
+    made: tuple[Callable[..., object], tuple[object, ...], dict[str, object]] | None = None
+    if _calls(node, elementwise.clip):
+        bounds = [*node.args[1:], None, None][:2]
+        names = ("min", "max")
+        bounds = [given.get(n) if b is None else b for n, b in zip(names, bounds, strict=True)]
+        if any(isinstance(each, fx.Node) for each in bounds) or bounds == [None, None]:
+            return False
+        made = torch.clamp, (x,), dict(zip(names, bounds, strict=True))
+    elif _calls(node, elementwise.hard_sigmoid):
+        is_torch = _is_near(given.get("alpha", 0.2), 1 / 6) and given.get("beta", 0.5) == 0.5
+        made = (functional.hardsigmoid, (x,), {}) if is_torch else None
+    elif _calls(node, elementwise.hard_swish):
+        made = functional.hardswish, (x,), {}
+    elif _calls(node, elementwise.leaky_relu):
+        made = functional.leaky_relu, (x, given.get("alpha", 0.01)), {}
+    elif _calls(node, elementwise.gelu):
+        made = functional.gelu, (x,), {"approximate": given.get("approximate", "none")}
+    elif _calls(node, elementwise.swish) and given.get("alpha", 1.0) == 1:
+        made = functional.silu, (x,), {}
+    if made is None:
+        return False
+    return _replace(node, lambda graph: graph.call_function(*made))
+
+
+def _fuse_hard_swish(module: fx.GraphModule, node: fx.Node) -> bool:
+    """x * clip(x + 3, 0, 6) / 6, in any order."""
+    if not _calls(node, torch.clamp) or dict(node.kwargs) != {"min": 0, "max": 6}:
+        return False
+    moved = _number(node.args[0], ADD) if isinstance(node.args[0], fx.Node) else None
+    if moved is None or moved[1] != 3:
+        return False
+    x = moved[0]
+    last = _last_product(node, x, 1 / 6)
+    if last is None:
+        return False
+    return _replace(last, lambda graph: graph.call_function(functional.hardswish, (x,)))
+
+
+def _name_pool(module: fx.GraphModule, node: fx.Node) -> bool:
+    """The mean over the pixels of images, before a convolution."""
+    user = _only_user(node)
+    if user is None or user.op != "call_module":
+        return False
+    if type(module.get_submodule(str(user.target))) is not nn.Conv2d:
+        return False
+    is_pool = _calls(node, GLOBAL_POOL)
+    if _calls(node, MEAN):
+        axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("axes")
+        is_list = isinstance(axes, list | tuple)
+        is_pool = is_list and list(axes) in PIXELS and node.kwargs.get("keepdims", 1) == 1
+    if not is_pool or node.meta.get(RANK) != IMAGE_RANK:
+        return False
+    x = node.args[0]
+    return _replace(node, lambda graph: graph.call_function(functional.adaptive_avg_pool2d, (x, 1)))
 
 
 def attend(
@@ -246,13 +374,14 @@ def attend(
     k_transposed: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
+    scale: float | None,
 ) -> torch.Tensor:
     scores = (*q.shape[:-1], k_transposed.shape[-1])
     if mask is not None:
         mask = mask.to(q.dtype)
         if torch.broadcast_shapes(mask.shape, scores) != scores:
             # The mask adds rows or heads, which the fused kernel does not take.
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
             return torch.softmax(q @ k_transposed * scale + mask, -1) @ v
     k = k_transposed.transpose(-1, -2)
     return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
@@ -264,29 +393,158 @@ def _fuse_attention(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     softmax, values = node.args
     assert isinstance(softmax, fx.Node)
-    # Only the products of heads: four dimensions, over the last of which softmax goes.
-    last = softmax.kwargs.get("axis", -1 if softmax.kwargs["opset"] >= 13 else 1)
-    is_last = last == -1 or last == ATTENTION_RANK - 1
-    if softmax.meta.get(RANK) != ATTENTION_RANK or not is_last or len(softmax.users) != 1:
+    if not _is_over_last(softmax) or len(softmax.users) != 1:
         return False
     scores, mask = softmax.args[0], None
     if _calls(scores, ADD):
         assert isinstance(scores, fx.Node)
         scores, mask = _split_mask(scores)
+    is_known = softmax.meta.get(RANK) == ATTENTION_RANK
+    if isinstance(mask, fx.Node):
+        is_known &= mask.meta.get(RANK) in (2, 3, ATTENTION_RANK)
+    found = _heads(module, scores)
+    if found is None or not (is_known or (mask is None and softmax.meta.get(RANK) is None)):
+        return False
+    q, k, scale = found
+    if mask is None:
+        return _replace(node, lambda graph: _plain_attention(graph, (q, k, values), scale))
+    return _replace(node, lambda graph: graph.call_function(attend, (q, k, values, mask, scale)))
+
+
+def _is_over_last(softmax: fx.Node) -> bool:
+    """Return whether it goes over the last dimension; that of heads is the fourth."""
+    is_new = softmax.kwargs["opset"] >= 13
+    last = softmax.kwargs.get("axis", -1 if is_new else 1)
+    is_fourth = last == ATTENTION_RANK - 1 and softmax.meta.get(RANK) == ATTENTION_RANK
+    # Before opset 13 the dimensions were flattened, which needs them to be known.
+    is_last = last == -1 and (is_new or softmax.meta.get(RANK) == ATTENTION_RANK)
+    return bool(is_fourth or is_last)
+
+
+def _heads(module: fx.GraphModule, scores: object) -> tuple[object, object, float | None] | None:
+    """Return queries, transposed keys and the scale of their products; None: torch's own."""
     scale = 1.0
     while (part := _factor(scores)) is not None:
         if len(part[0].users) != 1:
-            return False
+            return None
         scores, scale = part[0], scale * part[1]
-    if not _calls(scores, torch.matmul):
-        return False
-    assert isinstance(scores, fx.Node)
+    if not isinstance(scores, fx.Node) or not _calls(scores, torch.matmul):
+        return None
     if len(scores.users) != 1:
-        return False
+        return None
     q, k = scores.args
-    if isinstance(mask, fx.Node) and mask.meta.get(RANK) not in (2, 3, ATTENTION_RANK):
+    if scale == 1 and (found := _head_scaled(module, q, k)) is not None:
+        return found
+    parts = []
+    for each in (q, k):
+        part = _scalar_factor(module, each)
+        parts.append(each if part is None else part[0])
+        scale *= 1.0 if part is None else part[1]
+    return parts[0], parts[1], scale
+
+
+def _scalar_factor(module: fx.GraphModule, node: object) -> tuple[fx.Node, float] | None:
+    """Return the tensor and the number it is multiplied by, which may be a constant of one."""
+    if not isinstance(node, fx.Node):
+        return None
+    if (found := _factor(node)) is not None:
+        return found
+    if not _calls(node, MULTIPLY) or len(node.args) != 2:
+        return None
+    x, factor = node.args
+    value = _weight(module, factor)
+    if value is None or value.numel() != 1 or value.dim() > 1 or not isinstance(x, fx.Node):
+        return None
+    return x, float(value)
+
+
+def transpose_heads(x: torch.Tensor, flat: list[int], whole: list[int]) -> torch.Tensor:
+    """Flatten heads, transpose the last two dimensions and restore them: a view if these are the
+    heads that x has."""
+    if list(x.shape[1:]) == [whole[1], whole[3], whole[2]]:
+        return x.transpose(-1, -2)
+    return shapes.reshape(shapes.reshape(x, flat).transpose(1, 2), whole)
+
+
+def _name_keys(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Keys that an exporter transposes as a batch of matrices."""
+    order = node.args[0] if node.args else None
+    if not _calls(node, shapes.reshape) or not _calls(order, torch.permute):
         return False
-    return _replace(node, lambda graph: graph.call_function(attend, (q, k, values, mask, scale)))
+    assert isinstance(order, fx.Node)
+    flat, whole = order.args[0], node.args[1] if len(node.args) > 1 else None
+    if order.args[1] != [0, 2, 1] or not _calls(flat, shapes.reshape):
+        return False
+    assert isinstance(flat, fx.Node)
+    first = flat.args[1] if len(flat.args) > 1 else None
+    if not isinstance(first, list) or not isinstance(whole, list):
+        return False
+    if len(first) != 3 or len(whole) != ATTENTION_RANK or min(whole[1:]) < 1:
+        return False
+    if len(order.users) != 1 or len(flat.users) != 1 or 0 in first or 0 in whole:
+        return False
+    if node.kwargs.get("allowzero") or flat.kwargs.get("allowzero"):
+        return False
+    x = flat.args[0]
+    rank = node.meta.get(RANK)
+    return _replace(
+        node, lambda graph: graph.call_function(transpose_heads, (x, first, whole)), rank
+    )
+
+
+def _head_scaled(
+    module: fx.GraphModule, q: object, k: object
+) -> tuple[object, object, None] | None:
+    """Return queries and keys without the factors that make up torch's own scale: the root of
+    1 / sqrt(size of a head) for each, which an exporter computes from the shape of the queries."""
+    if not _calls(q, MULTIPLY) or not _calls(k, MULTIPLY):
+        return None
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node)
+    (queries, one), (keys, other) = q.args, k.args
+    if not _calls(one, torch.sqrt) or not _calls(other, torch.sqrt):
+        return None
+    assert isinstance(one, fx.Node) and isinstance(other, fx.Node)
+    inverse = _uncast(one.args[0])
+    if one.args != other.args or not _calls(inverse, elementwise.divide):
+        return None
+    assert isinstance(inverse, fx.Node)
+    numerator, root = inverse.args
+    value = _weight(module, numerator)
+    is_one = numerator == 1 or (value is not None and value.numel() == 1 and float(value) == 1)
+    root = _uncast(root)
+    if not is_one or root is None or not _calls(root, torch.sqrt):
+        return None
+    return (queries, keys, None) if _is_head_size(_uncast(root.args[0]), queries) else None
+
+
+def _is_head_size(node: fx.Node | None, queries: object) -> bool:
+    """Return whether it is the last size of the queries."""
+    if node is None or not _calls(node, shapes.take_slice) or list(node.args[1]) != [-1]:
+        return False
+    whole = node.args[0]
+    if isinstance(whole, fx.Node) and whole.op == "call_module":
+        # Moved to the device.
+        whole = whole.args[0]
+    if not isinstance(whole, fx.Node) or not _calls(whole, shapes.shape):
+        return False
+    return whole.args[0] is queries and not whole.kwargs
+
+
+def _uncast(node: object) -> fx.Node | None:
+    while _calls(node, elementwise.cast):
+        assert isinstance(node, fx.Node)
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
+def _plain_attention(
+    graph: fx.Graph, tensors: tuple[object, object, object], scale: float | None
+) -> fx.Node:
+    """Attention without a mask, as torch writes it: fusion knows this function."""
+    q, k, values = tensors
+    keys = graph.call_function(torch.transpose, (k, -1, -2))
+    function = functional.scaled_dot_product_attention
+    return graph.call_function(function, (q, keys, values), {"scale": scale})
 
 
 def _split_mask(added: fx.Node) -> tuple[object, object]:

@@ -1,11 +1,14 @@
-"""Fuse each convolution with the operators after it, with the fastest kernel on the GPU: cuDNN's,
-cuBLAS's or our own. The backend does it when it loads the module.
+"""Fuse convolutions, and on GPUs the layers of transformers, with the operators after them, by the
+fastest kernel on the GPU: cuDNN's, cuBLAS's or our own. The backend does it when it loads the
+module.
 
 CUDA graphs are turned on where possible: kernels are chosen by their own run time, and short ones
 launched one by one from Python would be bound by launch overhead.
 """
 
 from __future__ import annotations
+
+import re
 
 from penstock.config import ModelConfig
 from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
@@ -19,6 +22,11 @@ from penstock.optimizer.passes.building import (
 from penstock.optimizer.plan import Plan
 
 OPTION = "penstock.fuse"
+# Rank of a sequence of features without the batch dimension.
+FEATURE_RANK = 2
+FLOATS = ("FP16", "BF16", "FP32")
+# Numbers of layers in the fact.
+COUNTS = re.compile(r"(?:^|, )(\d+) ")
 
 
 class ConvFusion(Pass):
@@ -34,8 +42,8 @@ class ConvFusion(Pass):
             return self.skip("fused already")
         if "penstock.compile" in config.options:
             return self.skip("compiled already")
-        if not has_images(config):
-            return self.skip("no images among the inputs")
+        if not has_images(config) and not _has_features(config):
+            return self.skip("no images among the inputs, nor on a GPU features of fixed shape")
         if config.device == "cpu" and not context.plan.is_exhaustive:
             reason = "on CPUs only normalisation goes; ONNX Runtime is there and fuses more"
             return self.skip(reason, step)
@@ -47,13 +55,24 @@ class ConvFusion(Pass):
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("fusion", "")
-        if found.partition(" ")[0] in ("", "0"):
-            return [f"no convolution was fused: {found or 'nothing'}"]
+        if not any(int(count) for count in COUNTS.findall(found.partition(";")[0])):
+            return [f"no layer was fused: {found or 'nothing'}"]
         return check_graphs(after) if "graphs" in step.settings else []
 
 
+def _has_features(config: ModelConfig) -> bool:
+    """Return whether a GPU model takes rows of features, as encoders of audio do."""
+    rank = FEATURE_RANK + (config.max_batch_size == 0)
+    is_fixed = all(spec.is_fixed for spec in config.model.inputs)
+    is_float = any(
+        len(spec.shape) == rank and spec.datatype in FLOATS for spec in config.model.inputs
+    )
+    return config.uses_gpu and is_fixed and is_float
+
+
 def _settings(config: ModelConfig) -> dict[str, str]:
+    what = "convolutions" if config.device == "cpu" else "on"
     has_graphs = config.device != "cpu" and all(spec.is_fixed for spec in config.model.inputs)
     if has_graphs and CUDA_GRAPHS not in config.options:
-        return {"fuse": "convolutions", "graphs": "on"}
-    return {"fuse": "convolutions"}
+        return {"fuse": what, "graphs": "on"}
+    return {"fuse": what}

@@ -1,5 +1,6 @@
 """Optimisations within PyTorch: ahead-of-time compilation by AOTInductor, torch.compile at load if
-shapes are fixed, and channels-last for convolutions."""
+shapes are fixed, of the whole module or of its repeated blocks, and channels-last for convolutions.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ AHEAD, AUTOTUNE = "ahead", "max-autotune"
 # The GPU mode includes the backend's own CUDA graphs: without them compiled code is launch-bound,
 # and would lose to eager mode with graphs.
 USUAL, USUAL_ON_GPU = "default", "reduce-overhead"
+# Repeated blocks only: for budgets in which the whole module might not be done.
+REGIONAL = "regional"
 # Modes that take so long that with less time than MIN_BUDGET_S nothing else would get its turn.
 LONG_MODES = (AUTOTUNE, AHEAD)
 MIN_BUDGET_S = 900.0
 # Options of Python modules, which packages do not have.
 OF_MODULES = (
     *("penstock.factory", "penstock.compile", "penstock.dtype"),
-    *("penstock.memory_format", "penstock.pack", "penstock.fp8"),
+    *("penstock.memory_format", "penstock.pack", "penstock.fp8", "penstock.fuse"),
 )
 
 
@@ -64,7 +67,9 @@ class TorchCompile(Pass):
         if all(spec.is_fixed for spec in config.model.inputs) or config.model.padding is not None:
             # On a GPU start with the mode that takes seconds: it shows if the others are worth it.
             usual = [USUAL_ON_GPU, *modes] if config.uses_gpu else [*modes, USUAL]
-            modes = [*usual, AUTOTUNE]
+            budget_s, is_code = context.plan.budget_s, config.artifact.endswith(".py")
+            is_short = budget_s is not None and budget_s < MIN_BUDGET_S
+            modes = [*usual, *[REGIONAL] * (config.uses_gpu and is_short and is_code), AUTOTUNE]
         found: Proposals = []
         for mode in modes:
             step = Step(self.name, {"mode": mode})

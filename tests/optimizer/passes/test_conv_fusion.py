@@ -16,8 +16,9 @@ from penstock.repository import pbtxt
 from penstock.types import TensorSpec
 
 PASS = ConvFusion()
-STEP = Step("conv-fusion", {"fuse": "convolutions", "graphs": "on"})
-ALONE = Step("conv-fusion", {"fuse": "convolutions"})
+STEP = Step("conv-fusion", {"fuse": "on", "graphs": "on"})
+ALONE = Step("conv-fusion", {"fuse": "on"})
+ON_CPU = Step("conv-fusion", {"fuse": "convolutions"})
 PHOTO = TensorSpec("photo", "FP32", (3, 8, 8))
 FUSED = {"penstock.fuse": "convolutions"}
 
@@ -36,6 +37,14 @@ def test_proposed_for_images_on_a_gpu() -> None:
     assert list(PASS.propose(a_situation(on_gpu(a_config(PHOTO))))) == [STEP]
     whole = replace(PHOTO, shape=(1, 3, 8, 8))
     assert list(PASS.propose(a_situation(on_gpu(a_config(whole, max_batch=0))))) == [STEP]
+
+
+def test_proposed_for_features_on_a_gpu() -> None:
+    sound = TensorSpec("sound", "FP32", (100, 80))
+    assert list(PASS.propose(a_situation(on_gpu(a_config(sound))))) == [STEP]
+    assert "no images" in reason(on_gpu(a_config(replace(sound, shape=(-1, 80)))))
+    assert "no images" in reason(on_gpu(a_config(replace(sound, datatype="INT64"))))
+    assert "no images" in reason(replace(on_gpu(a_config(sound)), device="cpu"))
 
 
 def test_graphs_come_along_where_they_can_and_are_not_decided() -> None:
@@ -71,7 +80,7 @@ def test_only_the_configuration_changes(tmp_path: Path) -> None:
     parent = opened(tmp_path / "m")
     PASS.build(parent, STEP, tmp_path / "t" / "m", workshop(tmp_path))
     made = opened(tmp_path / "t" / "m")
-    assert made.config.options["penstock.fuse"] == "convolutions"
+    assert made.config.options["penstock.fuse"] == "on"
     assert made.config.options["penstock.cuda_graphs"] == "on"
     assert made.artifact.read_bytes() == parent.artifact.read_bytes()
 
@@ -105,7 +114,7 @@ def test_built_and_read_back(tmp_path: Path) -> None:
     (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
     parent = opened(tmp_path / "m")
     (step,) = PASS.propose(a_situation(parent.config, is_exhaustive=True))
-    assert step == ALONE
+    assert step == ON_CPU
     PASS.build(parent, step, tmp_path / "t" / "m", workshop(tmp_path))
     made = opened(tmp_path / "t" / "m")
     assert trials.keep_compiled(made) == 0
@@ -122,6 +131,9 @@ def test_a_model_without_fused_convolutions_is_caught() -> None:
 
     assert problems(fusion="53 convolutions; batch 1: 20 cudnn, 33 triton") == []
     assert problems(fusion="10 convolutions: 10 torch") == []
+    text = "0 convolutions, 12 linear layers, 5 norms; batch 1: 17 triton"
+    assert problems(fusion=text) == []
+    assert problems(fusion="0 convolutions; batch 1: 3 torch") != []
     assert "0 convolutions" in problems(fusion="0 convolutions: none")[0]
     assert "nothing" in problems()[0]
     assert problems(STEP, fusion="10 convolutions", cuda_graphs="6") == []
