@@ -3,6 +3,7 @@ cast."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from penstock.backends.onnx_import.folding import Sample, fold_shapes, retype
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.backends.torch_floats import unmix, with_constants
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, TensorSpec
@@ -25,9 +27,11 @@ BATCH, BUCKET = "batch size", "bucket"
 ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
 
 
-def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
-    """Import the model's file. Raise ConfigError naming what this engine does not have, and what to
-    do instead."""
+def load_graph(
+    config: ModelConfig, dtype: torch.dtype | None, keep: Collection[str] = ()
+) -> ImportedGraph:
+    """Import the model's file; nodes in `keep` and their constants are not cast. Raise ConfigError
+    naming what this engine does not have, and what to do instead."""
     batch = (-1,) if config.max_batch_size else ()
     sizes = {spec.name: (*batch, *spec.shape) for spec in config.inputs}
     try:
@@ -39,7 +43,9 @@ def load_graph(config: ModelConfig, dtype: torch.dtype | None) -> ImportedGraph:
     fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)
     if dtype is not None:
-        retype(graph, dtype)
+        kept = with_constants(graph.module, keep)
+        retype(graph, dtype, kept)
+        unmix(graph.module, dtype, kept)
     # Outputs by name: a configuration may have them in another order.
     (output,) = (node for node in graph.module.graph.nodes if node.op == "output")
     output.args = (dict(zip(graph.outputs, output.args[0], strict=True)),)

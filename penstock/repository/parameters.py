@@ -91,11 +91,9 @@ def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
     return (ConfigParameter(PREFIX + name, page, backend=backend) for name in names.split())
 
 
-_OF_PYTORCH = "factory compile dtype memory_format fuse cuda_graphs pack fp8"
+_OF_PYTORCH = "factory compile dtype keep_fp32 memory_format fuse cuda_graphs pack fp8 fp8_keep"
 # ONNX files have them on a GPU, where the PyTorch engine runs them.
-OF_ONNX = tuple(
-    PREFIX + name for name in ["compile", "dtype", "memory_format", "fuse", "cuda_graphs"]
-)
+OF_ONNX = tuple(PREFIX + name for name in _OF_PYTORCH.split() if name != "factory")
 _OF_LLM = (
     "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "
     "random_weights text_timeout_s parse_special_tokens follow_links threads tpot_ms ttft_ms"

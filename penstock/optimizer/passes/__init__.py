@@ -91,6 +91,8 @@ class Pass(Protocol):
     changes_answers: bool = False
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool = False
+    # Of a layered pass. False: its steps are variants of one speed. True: each is timed by itself.
+    steps_differ: bool = False
 
     def propose(self, context: PassContext) -> Proposals: ...
 
@@ -125,7 +127,7 @@ class LayeredPass(Pass, Protocol):
     ) -> tuple[Step, list[FallbackLayer]] | None:
         """Return the step with the fewest layers in float for which `passes`, which builds and
         judges it, returns True, and those layers; None if no choice that was tried passes.
-        `seconds`, where measured: extra time of a layer in float over INT8, by name."""
+        `seconds`, where measured: extra time of a layer in float, by name."""
 
 
 def sequence() -> list[Pass]:

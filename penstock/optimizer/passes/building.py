@@ -32,6 +32,8 @@ MIN_SHARE = 0.9
 NO_INT8 = "the processor has no instructions for INT8 products (VNNI, AMX)"
 # Option of the PyTorch backend.
 CUDA_GRAPHS = "penstock.cuda_graphs"
+# Between names of layers.
+SEPARATOR = ","
 STAYS_ON_GPU = "for CPUs only; on a GPU the PyTorch engine runs the model (--device cpu tries it)"
 
 
