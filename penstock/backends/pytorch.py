@@ -42,7 +42,7 @@ from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_linear import LinearModel
-from penstock.backends.torch_onnx import load_graph, torch_type
+from penstock.backends.torch_onnx import cast_graph, load_graph, torch_type
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
@@ -475,7 +475,8 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "fuse", mode and given["fuse"], why
     why = "needs a GPU; the model runs on the CPU (instance_group kind)"
     yield "cuda_graphs", given["cuda_graphs"] == "on" and on_cpu, why
-    yield "pack", pack and not is_code, "only for module.py"
+    is_packable = is_code or config.artifact.endswith(ONNX)
+    yield "pack", pack and not is_packable, "only for module.py and ONNX files"
     for key in ("compile", "fuse"):
         yield "pack", pack and given[key], f"not together with penstock.{key}"
     is_open = is_code or config.artifact.endswith((ONNX, PRETRAINED))
@@ -545,23 +546,33 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
         if options.is_packed:
             module.to(_where_packed(module, config))
             loaded = replace(loaded, packing=_packed(loaded, config))
-        loaded = _place_module(loaded, config, options)
-        if loaded.packing is not None:
-            if config.device != CPU:
-                # The module took more memory while it was packed.
-                torch.cuda.empty_cache()
-            torch_packing.on_device(loaded.packing, config)
-        return loaded
+        return _ready(_place_module(loaded, config, options), config)
     except BaseException:
         code.close()
         raise
 
 
+def _ready(loaded: LoadedModule, config: ModelConfig) -> LoadedModule:
+    """Choose the kernels of a packed module on its device."""
+    if loaded.packing is not None:
+        if config.device != CPU:
+            # The module took more memory while it was packed.
+            torch.cuda.empty_cache()
+        torch_packing.on_device(loaded.packing, config)
+    return loaded
+
+
 def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     signature = onnx_file.read_signature(Path(config.artifact))
     check_signature(config, signature.inputs, signature.outputs)
-    graph = load_graph(config, options.dtype, options.keep)
-    return _place_module(LoadedModule(graph.module, graph.inputs, (), signature), config, options)
+    graph = load_graph(config, None if options.is_packed else options.dtype, options.keep)
+    loaded = LoadedModule(graph.module, graph.inputs, (), signature)
+    if options.is_packed:
+        graph.module.to(_where_packed(graph.module, config))
+        loaded = replace(loaded, packing=_packed(loaded, config))
+        if options.dtype is not None:
+            cast_graph(graph, options.dtype)
+    return _ready(_place_module(loaded, config, options), config)
 
 
 def _place_module(loaded: LoadedModule, config: ModelConfig, options: Options) -> LoadedModule:

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.onnx_import import elementwise
-from penstock.backends.torch_packing import FP8_OPTION, ROWWISE, has_fp8, read_ranges
+from penstock.backends.torch_packing import FP8_OPTION, KEEP_OPTION, ROWWISE, has_fp8, read_ranges
 from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
@@ -28,7 +28,6 @@ from penstock.kernels.fp8_linear import MULTIPLE, Activation, Fp8Input, Fp8Linea
 from penstock.kernels.gemm import Multiplier, open_multiplier
 from penstock.kernels.packed_encoder import KERNEL_TYPES
 
-KEEP_OPTION = "penstock.fp8_keep"
 SEPARATOR = ","
 # Modules whose code reads the weights of its linear layers instead of calling them.
 CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

@@ -30,8 +30,8 @@ ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
 def load_graph(
     config: ModelConfig, dtype: torch.dtype | None, keep: Collection[str] = ()
 ) -> ImportedGraph:
-    """Import the model's file; nodes in `keep` and their constants are not cast. Raise ConfigError
-    naming what this engine does not have, and what to do instead."""
+    """Import the model's file and cast it; nodes in `keep` and their constants are not cast. Raise
+    ConfigError naming what this engine does not have, and what to do instead."""
     batch = (-1,) if config.max_batch_size else ()
     sizes = {spec.name: (*batch, *spec.shape) for spec in config.inputs}
     try:
@@ -42,15 +42,19 @@ def load_graph(
         raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
     fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)
-    if dtype is not None:
-        kept = with_constants(graph.module, keep)
-        retype(graph, dtype, kept)
-        unmix(graph.module, dtype, kept)
     # Outputs by name: a configuration may have them in another order.
     (output,) = (node for node in graph.module.graph.nodes if node.op == "output")
     output.args = (dict(zip(graph.outputs, output.args[0], strict=True)),)
     graph.module.recompile()
+    if dtype is not None:
+        cast_graph(graph, dtype, keep)
     return graph
+
+
+def cast_graph(graph: ImportedGraph, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
+    kept = with_constants(graph.module, keep)
+    retype(graph, dtype, kept)
+    unmix(graph.module, dtype, kept)
 
 
 def samples(config: ModelConfig, graph: ImportedGraph) -> list[Sample]:

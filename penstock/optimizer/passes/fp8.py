@@ -211,7 +211,7 @@ def _calibrated(config: ModelConfig, step: Step, context: BuildContext) -> dict[
             name: each for name, each in _linear_ranges(config, rows).items() if name not in kept
         }
     asked = step.settings["products"].split(SEPARATOR)
-    ranges = _ranges(config, rows)
+    ranges = packed_ranges(config, rows)
     return {name: largest for name, largest in ranges.items() if name.partition(".")[2] in asked}
 
 
@@ -223,7 +223,7 @@ def _has_fp8() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
 
 
-def _ranges(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> dict[str, float]:
+def packed_ranges(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> dict[str, float]:
     """Calibrate on the serving device, in FP32: one calibration fits every precision."""
     import torch
 
@@ -267,6 +267,9 @@ def _batches(
     for start in range(0, len(rows), NUM_ROWS):
         some = rows[start : start + NUM_ROWS]
         length = max(len(row[mask]) for row in some)
+        buckets = config.padding.buckets if config.padding is not None else ()
+        # Graphs of ONNX files take the lengths of buckets alone.
+        length = min((each for each in buckets if each >= length), default=length)
         batch: dict[str, Array] = {}
         for spec in config.inputs:
             values = np.zeros((len(some), length), DATATYPES[spec.datatype].numpy)
