@@ -60,7 +60,12 @@ ONNX = ".onnx"
 # Rank of a batch of images.
 IMAGE_RANK = 4
 # Options that replace layers, for models that run.
-OF_LAYERS = (torch_packing.OPTION, torch_packing.FP8_OPTION, torch_linear.KEEP_OPTION)
+OF_LAYERS = (
+    torch_packing.OPTION,
+    torch_packing.FP8_OPTION,
+    torch_packing.KEEP_OPTION,
+    torch_linear.WEIGHTS_OPTION,
+)
 # Compile modes that also turn on CUDA graphs.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 TF32 = "tf32"
@@ -82,6 +87,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "penstock.fuse": ("", "convolutions"),
     "penstock.cuda_graphs": ("", "on", "off"),
     "penstock.pack": ("", torch_packing.TOKENS),
+    "penstock.weights": ("", *torch_linear.WEIGHTS),
 }
 OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8", "penstock.fp8_keep", "penstock.keep_fp32")
 ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
@@ -486,6 +492,10 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "keep_fp32", keep and given["dtype"] not in ("fp16", "bf16"), "only with penstock.dtype"
     for key in ("fuse", "pack"):
         yield "keep_fp32", keep and given[key], f"not together with penstock.{key}"
+    weights = given["weights"]
+    yield "weights", weights and not is_open, ONLY_CODE
+    for key in ("compile", "pack", "fp8"):
+        yield "weights", weights and given[key], f"not together with penstock.{key}"
     yield "fp8_keep", given["fp8_keep"] and not fp8, "only with penstock.fp8"
     yield "fp8", Path(fp8).name != fp8, f"'{fp8}' is not a file of the version's folder"
     file, name = factory.rpartition(":")[0], Path(config.artifact).name
@@ -595,6 +605,8 @@ def _place_module(loaded: LoadedModule, config: ModelConfig, options: Options) -
         raise ConfigError(f"parameters.penstock.dtype: {got}")
     if options.is_channels_last or options.is_fused:
         module = module.to(memory_format=torch.channels_last)
+    if config.options.get(torch_linear.WEIGHTS_OPTION):
+        return replace(loaded, linear=torch_linear.shrink_weights(module, config), module=module)
     if torch_packing.FP8_OPTION in config.options and not options.is_packed:
         sample = _sample(config, module, loaded.positional)
         linear = torch_linear.quantise_model(module, config, sample)

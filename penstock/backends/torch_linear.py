@@ -1,4 +1,4 @@
-"""Linear layers of any model in e4m3 (`penstock.fp8`).
+"""Linear layers of any model in e4m3 (`penstock.fp8`) or with integer weights (`penstock.weights`).
 
 Every nn.Linear whose sizes allow it is replaced, by name, but those named in `penstock.fp8_keep`.
 Where the module's graph is known (ONNX, or code that can be traced), an input is quantised once for
@@ -26,8 +26,14 @@ from penstock.errors import ConfigError
 from penstock.kernels.cublaslt import Unavailable
 from penstock.kernels.fp8_linear import MULTIPLE, Activation, Fp8Input, Fp8Linear, fits
 from penstock.kernels.gemm import Multiplier, open_multiplier
+from penstock.kernels.integer_weights import MIN_GROUP, WeightOnlyLinear
 from penstock.kernels.packed_encoder import KERNEL_TYPES
 
+WEIGHTS_OPTION = "penstock.weights"
+# Bits by the value of the option.
+WEIGHTS = {"int8": 8, "int4": 4}
+# Smaller layers take no time to read.
+MIN_WEIGHTS = 1 << 14
 SEPARATOR = ","
 # Modules whose code reads the weights of its linear layers instead of calling them.
 CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -37,11 +43,13 @@ Call = Callable[[Mapping[str, torch.Tensor]], object]
 
 @dataclass(slots=True)
 class LinearModel:
-    """A module with linear layers in e4m3, and what chooses their GEMMs."""
+    """A module with linear layers in e4m3 or with integer weights, and what chooses the GEMMs."""
 
     module: nn.Module
-    layers: Mapping[str, Fp8Linear]
+    layers: Mapping[str, Fp8Linear | WeightOnlyLinear]
     num_layers: int
+    # Of integer weights; 0: e4m3.
+    bits: int = 0
     multiplier: Multiplier | None = None
     # Why there is no choice of GEMMs, and why inputs are quantised for each layer.
     no_multiplier: str = ""
@@ -67,6 +75,10 @@ class LinearModel:
         return {} if self.multiplier is None else self.multiplier.files()
 
     def facts(self) -> dict[str, str]:
+        if self.bits:
+            num_bytes = sum(each.weights.num_bytes for each in self.layers.values())
+            text = f"{len(self.layers)} of {self.num_layers} linear layers, {num_bytes} bytes"
+            return {"weights": f"int{self.bits}: {text}"}
         facts = {"fp8": f"{len(self.layers)} of {self.num_layers} linear layers"}
         if all(each.largest is None for each in self.layers.values()):
             facts["fp8"] += ", each row by its own range"
@@ -108,6 +120,25 @@ def quantise_model(
     for layer in model.layers.values():
         layer.product.multiplier = model.multiplier
     return model
+
+
+def shrink_weights(module: nn.Module, config: ModelConfig) -> LinearModel:
+    """Give the large linear layers of a module integer weights, as the option says."""
+    bits = WEIGHTS[config.options[WEIGHTS_OPTION]]
+    found = find_layers(module)
+    chosen = {name: each for name, each in found.items() if _is_large(each)}
+    if not chosen:
+        problem = f"no linear layer has {MIN_WEIGHTS} weights and a depth that is a multiple of 32"
+        raise ConfigError(f"parameters.{WEIGHTS_OPTION}: {problem}")
+    made = {id(each): WeightOnlyLinear(each, bits).eval() for each in chosen.values()}
+    layers = {name: made[id(each)] for name, each in chosen.items()}
+    for name, layer in layers.items():
+        module.set_submodule(name, layer)
+    return LinearModel(module, layers, len(found), bits)
+
+
+def _is_large(linear: nn.Linear) -> bool:
+    return bool(linear.weight.numel() >= MIN_WEIGHTS and linear.in_features % MIN_GROUP == 0)
 
 
 def chosen_ranges(module: nn.Module, config: ModelConfig) -> dict[str, float | None]:

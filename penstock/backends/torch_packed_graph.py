@@ -131,8 +131,9 @@ class _Finder:
     # Parts.
 
     def _called(self, node: object) -> nn.Module | None:
-        is_module = isinstance(node, fx.Node) and node.op == "call_module"
-        return self._module.get_submodule(str(node.target)) if is_module else None
+        if not isinstance(node, fx.Node) or node.op != "call_module":
+            return None
+        return self._module.get_submodule(str(node.target))
 
     def _constant(self, node: object) -> torch.Tensor | None:
         if not isinstance(node, fx.Node) or node.op != "get_attr":
@@ -173,7 +174,7 @@ class _Finder:
 
     def _linear(self, node: fx.Node, bias: torch.Tensor | None = None) -> LinearPart:
         linear = self._called(node)
-        if type(linear) is not nn.Linear:
+        if linear is None or type(linear) is not nn.Linear:
             raise _mismatch(node, "a linear layer")
         weight = linear.weight.detach()
         parts = [each for each in (linear.bias, bias) if each is not None]
@@ -227,7 +228,7 @@ class _Finder:
         return self._merged((*scores.args, values), source, 0)
 
     def _leads_to_product(self, node: object) -> bool:
-        while _calls(node, torch.mul, elementwise.divide, torch.add):
+        while isinstance(node, fx.Node) and _calls(node, torch.mul, elementwise.divide, torch.add):
             node = node.args[0]
         return _calls(node, torch.matmul)
 
@@ -333,7 +334,9 @@ def _sizes(shape: object) -> Sequence[int]:
     if isinstance(shape, list | tuple):
         return shape
     found: list[int] = []
-    for part in shape.args if _calls(shape, shapes.concat) else ():
+    if not isinstance(shape, fx.Node) or not _calls(shape, shapes.concat):
+        return found
+    for part in shape.args:
         is_told = _calls(part, torch.tensor) and isinstance(part.args[0], list | tuple)
         found += part.args[0] if is_told else [-1]
     return found

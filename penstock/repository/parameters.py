@@ -91,7 +91,9 @@ def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
     return (ConfigParameter(PREFIX + name, page, backend=backend) for name in names.split())
 
 
-_OF_PYTORCH = "factory compile dtype keep_fp32 memory_format fuse cuda_graphs pack fp8 fp8_keep"
+_OF_PYTORCH = (
+    "factory compile dtype keep_fp32 memory_format fuse cuda_graphs pack fp8 fp8_keep weights"
+)
 # ONNX files have them on a GPU, where the PyTorch engine runs them.
 OF_ONNX = tuple(PREFIX + name for name in _OF_PYTORCH.split() if name != "factory")
 _OF_LLM = (

@@ -207,3 +207,35 @@ def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
     specs = [TensorSpec("x", "FP32", (50,))], [TensorSpec("y", "FP32", (50,))]
     with pytest.raises(ConfigError, match="no linear layer has sizes that are multiples of 16"):
         answer(model_config("pytorch", path, *specs), **ROWWISE)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("int4", 0.25)])
+def test_modules_and_onnx_files_are_served_with_integer_weights(
+    config: ModelConfig, kind, most
+) -> None:
+    wanted, _ = answer(config)
+    found, built = answer(config, **{"penstock.weights": kind})
+    assert 0 < relative(found, wanted) < most
+    # Of two blocks the layers with four times the width.
+    num_bytes = int(built["weights"].split()[-2])
+    assert built["weights"].startswith(f"{kind}: 4 of 13 linear layers, ")
+    assert num_bytes < 4 * 64 * 256 * (1.2 if kind == "int8" else 0.7)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"penstock.weights": "int2"}, "'int2' is not one of int8, int4"),
+        ({"penstock.weights": "int8", "penstock.fp8": "rowwise"}, "not together with penstock.fp8"),
+    ],
+)
+def test_integer_weights_that_cannot_be(config: ModelConfig, options, problem) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        answer(config, **options)
+
+
+def test_small_layers_keep_their_weights(tmp_path: Path) -> None:
+    path = write_module(tmp_path, MLP)
+    specs = [TensorSpec("x", "FP32", (64,))], [TensorSpec("y", "FP32", (64,))]
+    with pytest.raises(ConfigError, match="no linear layer has 16384 weights"):
+        answer(model_config("pytorch", path, *specs), **{"penstock.weights": "int8"})

@@ -47,6 +47,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "int8-dynamic": ("penstock.optimizer.passes.int8_dynamic", "Int8Dynamic"),
     "int8-static": ("penstock.optimizer.passes.int8_static", "Int8Static"),
     "fp8": ("penstock.optimizer.passes.fp8", "Fp8"),
+    "weight-only": ("penstock.optimizer.passes.weight_only", "WeightOnly"),
     "batching": ("penstock.optimizer.passes.batching", "Batching"),
     "instances": ("penstock.optimizer.passes.instances", "Instances"),
     "memory": ("penstock.optimizer.passes.memory", "LessMemory"),
