@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ VIT = {
     "torch.compile, FP16": FP16 | GRAPHS | {"penstock.compile": "default"},
 }
 AUTOTUNED = {
-    "torch.compile max-autotune, FP16": FP16 | GRAPHS | {"penstock.compile": "max-autotune"}
+    "torch.compile max-autotune": FP16 | GRAPHS | {"penstock.compile": "max-autotune"},
 }
 BERT = {
     "packed BF16": BF16 | PACKED | GRAPHS,
@@ -62,6 +63,8 @@ TINY_LAYERS, TINY_ROWS = ((256, 128),), (1, 4)
 # Weights are read from memory, not from a cache that holds them: so many bytes in turns.
 BYTES_IN_TURNS = 256 << 20
 NUM_REPLAYS = 20
+# Of what a runner says of itself.
+SHOWN = ("fp8", "fp8_inputs", "products")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +103,24 @@ def compared(
 ) -> Iterator[Measured]:
     """Yield each technique's time, and how far its answers are from FP32."""
     output = config.outputs[0].name
-    wanted = answers(backend("pytorch")(replace(config, options={**config.options, **FP32})), load)[
-        output
-    ]
+    exact = backend("pytorch")(replace(config, options={**config.options, **FP32}))
+    wanted = answers(exact, load)[output]
+    exact.close()
     for name, options in techniques.items():
         began = time.perf_counter()
         try:
             chosen = device_options(options, args.device)
             runner = backend("pytorch")(replace(config, options=chosen))
             found = answers(runner, load)[output]
+            ready_s = time.perf_counter() - began
             is_token = _tokens(load, len(found))
             gap = np.linalg.norm((found - wanted)[is_token]) / np.linalg.norm(wanted[is_token])
             times = measured_ms(runner, load, args.seconds)
-            note = "; ".join(
-                text for key, text in runner.built().items() if key in ("fp8", "fp8_inputs")
-            )
-            took = f"ready in {time.perf_counter() - began:.0f} s"
+            facts = [f"ready in {ready_s:.0f} s"]
+            facts += [text for key, text in runner.built().items() if key in SHOWN]
             yield Measured(
                 config.name, name, times["device_ms"], times["device_per_s"], float(gap),
-                f"{took}; {note}" if note else took,
+                "; ".join(facts),
             )  # fmt: skip
             runner.close()
         except Exception as error:  # One technique that fails must not hide the others.
@@ -216,7 +218,7 @@ def weights(args: argparse.Namespace) -> Iterator[Measured]:
             wanted = functional.linear(x.double(), made.double())
             model = f"{depth} x {width}, {num_rows} rows"
             copies = [matrix.clone() for _ in range(_in_turns(matrix.nbytes, args))]
-            calls = [lambda w=w: functional.linear(x, w) for w in copies]
+            calls = [partial(functional.linear, x, each) for each in copies]
             plain_ms = _each_ms(calls, args.device)
             yield Measured(model, "FP16 cuBLAS", plain_ms)
             del copies, calls
@@ -225,7 +227,7 @@ def weights(args: argparse.Namespace) -> Iterator[Measured]:
                     replace(weight, packed=weight.packed.clone())
                     for _ in range(_in_turns(weight.num_bytes, args))
                 ]
-                calls = [lambda w=w: integer_weights.multiply(x, w) for w in others]
+                calls = [partial(integer_weights.multiply, x, each) for each in others]
                 each_ms = _each_ms(calls, args.device)
                 gap = float((calls[0]().double() - wanted).norm() / wanted.norm())
                 rate = weight.num_bytes / each_ms / 1e6

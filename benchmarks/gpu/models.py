@@ -193,7 +193,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, image):
         patches = self.patches(image).flatten(2).transpose(1, 2)
-        first = self.first.expand(len(image), -1, -1)
+        first = self.first.expand(image.shape[0], -1, -1)
         x = torch.cat((first, patches), 1) + self.positions
         return {"scores": self.head(self.norm(self.layers(x))[:, 0])}
 

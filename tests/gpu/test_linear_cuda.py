@@ -1,6 +1,6 @@
-"""Linear layers in FP8, in FP32 and with integer weights on a real GPU: kernels against FP32, models
-under CUDA graphs, and packed encoders of ONNX files; `make test-gpu`. Without one: tests/kernels and
-tests/backends/test_torch_linear.py."""
+"""Linear layers in FP8, in FP32 and with integer weights on a real GPU: kernels against FP32,
+models under CUDA graphs, and packed encoders of ONNX files; `make test-gpu`. Without one:
+tests/kernels and tests/backends/test_torch_linear.py."""
 
 import warnings
 from dataclasses import replace
