@@ -42,7 +42,7 @@ def _multiply(
         zero = 1 << (BITS - 1)
         if HAS_ZEROS:
             zero = tl.load(zeros + columns * num_groups + which, mask=is_column, other=0.0)
-            zero = zero.to(x.dtype.element_ty)[None, :]
+            zero = zero.to(tl.float32)[None, :]
         if BITS == 4:
             pairs = tl.arange(0, DEPTH // 2)
             at = start + 2 * pairs
@@ -54,8 +54,9 @@ def _multiply(
             is_given = is_row[:, None] & is_inside[None, :]
             even = tl.load(given, mask=is_given, other=0.0)
             odd = tl.load(given + 1, mask=is_given & (at + 1 < depth)[None, :], other=0.0)
-            low = (both & 15).to(x.dtype.element_ty) - zero
-            high = (both >> 4).to(x.dtype.element_ty) - zero
+            # Exact in FP32, and then in 16 bits too.
+            low = (both & 15).to(tl.float32) - zero
+            high = (both >> 4).to(tl.float32) - zero
             found = tl.dot(even, low.to(x.dtype.element_ty))
             found += tl.dot(odd, high.to(x.dtype.element_ty))
         else:
@@ -65,7 +66,7 @@ def _multiply(
             values = tl.load(line[None, :] + at[:, None], mask=mask, other=0)
             given = x + rows[:, None] * depth + at[None, :]
             even = tl.load(given, mask=is_row[:, None] & is_inside[None, :], other=0.0)
-            found = tl.dot(even, (values.to(x.dtype.element_ty) - zero).to(x.dtype.element_ty))
+            found = tl.dot(even, (values.to(tl.float32) - zero).to(x.dtype.element_ty))
         scale = tl.load(scales + columns * num_groups + which, mask=is_column, other=0.0)
         total += found * scale.to(tl.float32)[None, :]
     if HAS_BIAS:

@@ -28,6 +28,7 @@ def check(x, weight: IntegerWeight, bias) -> None:
 @pytest.mark.parametrize(("depth", "width"), [(128, 32), (320, 50), (64, 7)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products(bits, num_rows, depth, width, has_bias):
+    """In FP16: the interpreter multiplies matrices of BF16 as if they were integers."""
     torch.manual_seed(1)
     weight = quantise_weight(torch.randn(width, depth), bits)
     bias = torch.randn(width).half() if has_bias else None
