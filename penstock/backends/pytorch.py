@@ -7,7 +7,8 @@ machines like the one that compiled it. No pickles: TorchScript and torch.save's
 whatever their names.
 
 `docs/backends.md` explains the options; the effective settings are read back. `torch_fusion` fuses
-convolutions, `torch_packing` runs encoders without padding, `torch_cuda` captures CUDA graphs.
+convolutions, `torch_packing` runs encoders without padding, `torch_linear` runs linear layers in
+FP8, `torch_floats` keeps some in FP32, `torch_cuda` captures CUDA graphs.
 """
 
 from __future__ import annotations
@@ -26,14 +27,24 @@ import numpy as np
 import torch
 from torch.nn import Module
 
-from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Runner, torch_packing
+from penstock.backends import (
+    COMPILED,
+    GPU_MEMORY,
+    Batch,
+    Execution,
+    Runner,
+    torch_floats,
+    torch_linear,
+    torch_packing,
+)
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
 from penstock.backends.torch_fusion import EVERYTHING, WHAT, Fusion, fuse, open_tuner
 from penstock.backends.torch_int8 import quantised_inputs
-from penstock.backends.torch_onnx import load_graph, read_fixed, torch_type
+from penstock.backends.torch_linear import LinearModel
+from penstock.backends.torch_onnx import cast_graph, load_graph, read_fixed, torch_type
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_regions import compile_regions
 from penstock.backends.torch_tracing import TraceInputs
@@ -41,6 +52,7 @@ from penstock.backends.torch_weights import load_network, load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
+from penstock.kernels.gemm import joined
 from penstock.repository import manifest, onnx_file, pt2_file
 from penstock.repository.signature import Signature
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -51,9 +63,15 @@ PRETRAINED = "config.json"
 ONNX = ".onnx"
 # Rank of a batch of images.
 IMAGE_RANK = 4
-OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
 # Compiles repeated blocks only.
 REGIONAL = "regional"
+# Options that replace layers, for models that run.
+OF_LAYERS = (
+    torch_packing.OPTION,
+    torch_packing.FP8_OPTION,
+    torch_packing.KEEP_OPTION,
+    torch_linear.WEIGHTS_OPTION,
+)
 # Compile modes that also turn on CUDA graphs.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune", REGIONAL)
 TF32 = "tf32"
@@ -75,8 +93,9 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "penstock.fuse": ("", *WHAT),
     "penstock.cuda_graphs": ("", "on", "off"),
     "penstock.pack": ("", torch_packing.TOKENS),
+    "penstock.weights": ("", *torch_linear.WEIGHTS),
 }
-OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8")
+OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8", "penstock.fp8_keep", "penstock.keep_fp32")
 ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
 # Advice of Inductor to use TF32, which is a separate option here because it changes answers.
 ADVICE = "TensorFloat32 tensor cores"
@@ -96,6 +115,8 @@ class Options:
     has_cuda_graphs: bool
     is_fused: bool = False
     is_packed: bool = False
+    # Layers that are not cast.
+    keep: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +138,8 @@ class LoadedModule:
     uncast: frozenset[str] = frozenset()
     # Values of inputs that are constants of the module.
     fixed: Mapping[str, Array] = field(default_factory=dict)
+    # Set if linear layers are in FP8 and not packed; it owns the module.
+    linear: LinearModel | None = None
 
     def call(self, tensors: Mapping[str, torch.Tensor]) -> object:
         return self.module(
@@ -141,7 +164,8 @@ class TorchRunner(Runner):
         is_batched = config.max_batch_size > 0 and config.batching.is_dynamic
         self._rungs = ladder(config.max_batch_size) if is_batched else []
         self._packing = loaded.packing
-        self._choosers = [each for each in (loaded.fusion, loaded.packing) if each is not None]
+        choosers = loaded.fusion, loaded.packing, loaded.linear
+        self._choosers = [each for each in choosers if each is not None]
         self._num_tokens = 0
         if self._packing is not None:
             # Padding rows cost next to nothing there, and each rung has graphs of many token
@@ -180,6 +204,8 @@ class TorchRunner(Runner):
             built["memory_format"] = "channels_last" if images and is_done else "contiguous"
         if self._loaded.is_compiled:
             built |= _package_facts(module)
+        if self._options.keep:
+            built["keep_fp32"] = f"{len(self._options.keep)} layers"
         for chooser in self._choosers:
             built |= chooser.facts()
         if self.pipeline is not None:
@@ -248,9 +274,7 @@ class TorchRunner(Runner):
         """Return the compiled kernels and tuning results, for this GPU and this torch."""
         found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
         files = {COMPILED: found[0]} if found is not None else {}
-        for chooser in self._choosers:
-            files |= chooser.files()
-        return files
+        return files | joined([chooser.files() for chooser in self._choosers])
 
     def rehearsals(self, batch: Batch) -> Iterator[Batch]:
         """Yield warm-up batches: a packed model needs one for each token count with a graph."""
@@ -326,6 +350,8 @@ class TorchRunner(Runner):
             self._packing.prepare(self._num_tokens, lambda: self._run.call(given))
         if self._loaded.fusion is not None:
             self._loaded.fusion.prepare(given, lambda: self._run.call(given))
+        if self._loaded.linear is not None:
+            self._loaded.linear.prepare(given, lambda: self._run.call(given))
         values = by_name(self._run.call(given), [spec.name for spec in self._config.outputs])
         return {
             spec.name: self._check_output(spec, values[spec.name]) for spec in self._config.outputs
@@ -420,7 +446,7 @@ def load(config: ModelConfig) -> TorchRunner:
 def load_module(config: ModelConfig) -> LoadedModule:
     """Return the module alone, without packing, for callers that convert it; they must close it. A
     packed module gives the same answers, but depends on how it is run."""
-    options = {key: text for key, text in config.options.items() if key not in OF_PACKING}
+    options = {key: text for key, text in config.options.items() if key not in OF_LAYERS}
     config = replace(config, options=options)
     return _load_any(config, _options(config))
 
@@ -432,8 +458,8 @@ def _load_any(config: ModelConfig, options: Options) -> LoadedModule:
         return _load_onnx(config, options)
     if config.artifact.endswith(PRETRAINED):
         module = load_network(Path(config.artifact).parent)
-        module = module.to(config.device, options.dtype).eval()
-        return LoadedModule(module, (), [spec.name for spec in config.inputs])
+        names = [spec.name for spec in config.inputs]
+        return _place_module(LoadedModule(module, (), names), config, options)
     if pt2_file.is_compiled(Path(config.artifact)):
         return _load_package(config, options)
     return _load_pt2(config)
@@ -467,6 +493,7 @@ def _options(config: ModelConfig) -> Options:
         has_cuda_graphs=(given["cuda_graphs"] or ("on" if has_graphs else "off")) == "on",
         is_fused=bool(given["fuse"]),
         is_packed=bool(given["pack"]),
+        keep=frozenset(torch_linear.names_in(given["keep_fp32"])),
     )
     if problems:
         raise ConfigError(problems)
@@ -490,10 +517,22 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "fuse", mode and given["fuse"], why
     why = "needs a GPU; the model runs on the CPU (instance_group kind)"
     yield "cuda_graphs", given["cuda_graphs"] == "on" and on_cpu, why
-    yield "pack", pack and not is_code, "only for module.py"
+    is_packable = is_code or config.artifact.endswith(ONNX)
+    yield "pack", pack and not is_packable, "only for module.py and ONNX files"
     for key in ("compile", "fuse"):
         yield "pack", pack and given[key], f"not together with penstock.{key}"
-    yield "fp8", fp8 and not pack, "only with penstock.pack"
+    is_open = is_code or config.artifact.endswith((ONNX, PRETRAINED))
+    yield "fp8", fp8 and not is_open, ONLY_CODE
+    yield "fp8", fp8 and mode, "not together with penstock.compile"
+    keep = given["keep_fp32"]
+    yield "keep_fp32", keep and given["dtype"] not in ("fp16", "bf16"), "only with penstock.dtype"
+    for key in ("fuse", "pack"):
+        yield "keep_fp32", keep and given[key], f"not together with penstock.{key}"
+    weights = given["weights"]
+    yield "weights", weights and not is_open, ONLY_CODE
+    for key in ("compile", "pack", "fp8"):
+        yield "weights", weights and given[key], f"not together with penstock.{key}"
+    yield "fp8_keep", given["fp8_keep"] and not fp8, "only with penstock.fp8"
     yield "fp8", Path(fp8).name != fp8, f"'{fp8}' is not a file of the version's folder"
     file, name = factory.rpartition(":")[0], Path(config.artifact).name
     why = f"'{factory}' is not in {name}; default_model_filename says which file is loaded"
@@ -553,16 +592,20 @@ def _load_module(config: ModelConfig, options: Options) -> LoadedModule:
         if options.is_packed:
             module.to(_where_packed(module, config))
             loaded = replace(loaded, packing=_packed(loaded, config))
-        loaded = _place_module(loaded, config, options)
-        if loaded.packing is not None:
-            if config.device != CPU:
-                # The module took more memory while it was packed.
-                torch.cuda.empty_cache()
-            torch_packing.on_device(loaded.packing, config)
-        return loaded
+        return _ready(_place_module(loaded, config, options), config)
     except BaseException:
         code.close()
         raise
+
+
+def _ready(loaded: LoadedModule, config: ModelConfig) -> LoadedModule:
+    """Choose the kernels of a packed module on its device."""
+    if loaded.packing is not None:
+        if config.device != CPU:
+            # The module took more memory while it was packed.
+            torch.cuda.empty_cache()
+        torch_packing.on_device(loaded.packing, config)
+    return loaded
 
 
 def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
@@ -572,15 +615,21 @@ def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     # Clients send a fixed input only if the configuration declares it.
     inputs = tuple(s for s in signature.inputs if s.name in declared or s.name not in fixed)
     check_signature(config, inputs, signature.outputs)
+    signature = replace(signature, inputs=inputs)
     tuner = open_tuner(config)
-    graph = load_graph(config, options.dtype, fixed, tuner)
+    dtype = None if options.is_packed else options.dtype
+    graph = load_graph(config, dtype, options.keep, fixed, tuner)
     if graph.int8:
         # The layers between those in INT8 are fused with the same kernels.
         options = replace(options, is_fused=True)
-    signature = replace(signature, inputs=inputs)
     uncast = quantised_inputs(graph.module, graph.inputs)
     loaded = LoadedModule(graph.module, graph.inputs, (), signature, fixed=fixed, uncast=uncast)
-    return _place_module(loaded, config, options, tuner)
+    if options.is_packed:
+        graph.module.to(_where_packed(graph.module, config))
+        loaded = replace(loaded, packing=_packed(loaded, config))
+        if options.dtype is not None:
+            cast_graph(graph, options.dtype)
+    return _ready(_place_module(loaded, config, options, tuner), config)
 
 
 def _place_module(
@@ -594,14 +643,24 @@ def _place_module(
         loaded = replace(loaded, fusion=fuse(module, tuner or open_tuner(config), sample, what))
         assert loaded.fusion is not None
         module = loaded.fusion.module
-    module = module.to(config.device, options.dtype).eval()
+    if options.keep:
+        assert options.dtype is not None
+        torch_floats.cast_others(module.to(config.device), options.dtype, options.keep)
+    module = module.to(config.device, None if options.keep else options.dtype).eval()
     # It may override `to`.
     found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
+    found -= {torch.float32} if options.keep else set()
     if options.dtype is not None and found - {options.dtype}:
         got = f"asked for {options.dtype}, the module has {_join(found)}"
         raise ConfigError(f"parameters.penstock.dtype: {got}")
     if options.is_channels_last or options.is_fused:
         module = module.to(memory_format=torch.channels_last)
+    if config.options.get(torch_linear.WEIGHTS_OPTION):
+        return replace(loaded, linear=torch_linear.shrink_weights(module, config), module=module)
+    if torch_packing.FP8_OPTION in config.options and not options.is_packed:
+        sample = _sample(config, module, loaded.positional)
+        linear = torch_linear.quantise_model(module, config, sample)
+        return replace(loaded, module=linear.module, linear=linear)
     return replace(loaded, module=module)
 
 
@@ -631,12 +690,13 @@ def _sample(config: ModelConfig, module: Module, positional: Sequence[str]) -> T
     if not all(spec.is_fixed and not spec.is_optional for spec in config.inputs):
         return None
     floats = [each.dtype for each in module.parameters() if each.is_floating_point()]
+    device = next((each.device for each in module.parameters()), None)
     rows = (2,) if config.max_batch_size else ()
     tensors = {}
     for spec in config.inputs:
         dtype = TORCH_TYPES[spec.datatype]
         dtype = floats[0] if floats and dtype.is_floating_point else dtype
-        tensors[spec.name] = torch.zeros((*rows, *spec.shape), dtype=dtype)
+        tensors[spec.name] = torch.zeros((*rows, *spec.shape), dtype=dtype, device=device)
     if positional:
         return TraceInputs([tensors[name] for name in positional], {}, bool(rows))
     return TraceInputs([], tensors, bool(rows))

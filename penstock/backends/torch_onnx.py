@@ -4,7 +4,7 @@ cast."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from penstock.backends.onnx_import.folding import Sample, fold_shapes, retype
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.backends.torch_floats import unmix, with_constants
 from penstock.backends.torch_int8 import quantise_graph
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, first_line
@@ -83,11 +84,13 @@ def _fixed_value(spec: TensorSpec, value: object) -> Array:
 def load_graph(
     config: ModelConfig,
     dtype: torch.dtype | None,
+    keep: Collection[str] = (),
     fixed: Mapping[str, Array] | None = None,
     tuner: Tuner | None = None,
 ) -> ImportedGraph:
-    """Import the model's file; `tuner` chooses the kernels of layers in INT8. Raise ConfigError
-    naming what this engine does not have, and what to do instead."""
+    """Import the model's file and cast it; nodes in `keep` and their constants are not cast, and
+    `tuner` chooses the kernels of layers in INT8. Raise ConfigError naming what this engine does
+    not have, and what to do instead."""
     batch = (-1,) if config.max_batch_size else ()
     sizes = {spec.name: (*batch, *spec.shape) for spec in config.inputs}
     try:
@@ -100,13 +103,19 @@ def load_graph(
     fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)
     graph.int8.update(quantise_graph(graph.module, tuner))
-    if dtype is not None:
-        retype(graph, dtype)
     # Outputs by name: a configuration may have them in another order.
     (output,) = (node for node in graph.module.graph.nodes if node.op == "output")
     output.args = (dict(zip(graph.outputs, output.args[0], strict=True)),)
     graph.module.recompile()
+    if dtype is not None:
+        cast_graph(graph, dtype, keep)
     return graph
+
+
+def cast_graph(graph: ImportedGraph, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
+    kept = with_constants(graph.module, keep)
+    retype(graph, dtype, kept)
+    unmix(graph.module, dtype, kept)
 
 
 def samples(config: ModelConfig, graph: ImportedGraph) -> list[Sample]:

@@ -1,8 +1,9 @@
 """Convert a padded encoder to a packed one: find the model's layers, replace them with a
 `packed_encoder`, and prove that the answers stay the same.
 
-Layers are recognised by the names of their parts; what names do not tell (heads, activation, order
-of norms) is found by computing: a layer whose outputs differ from the packed one's is refused.
+Layers of a module are recognised by the names of their parts, those of an imported graph by its
+nodes (`torch_packed_graph`); what names do not tell (heads, activation, order of norms) is found by
+computing: a layer whose outputs differ from the packed one's is refused.
 Embeddings are packed too where that changes nothing; pooling and task heads stay the model's own.
 Masked positions are zeros after the layers, where they were arbitrary before.
 """
@@ -21,9 +22,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 
+from penstock.backends import torch_packed_graph
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.cublaslt import Unavailable
@@ -47,7 +49,7 @@ from penstock.kernels.packed_encoder import (
 from penstock.types import DATATYPES, Array
 
 OPTION, TOKENS = "penstock.pack", "tokens"
-FP8_OPTION = "penstock.fp8"
+FP8_OPTION, KEEP_OPTION = "penstock.fp8", "penstock.fp8_keep"
 # Instead of a file of ranges: a scale per token.
 ROWWISE = "rowwise"
 # Query, key, value and output projection, inner and outer MLP layer, norm after attention, final
@@ -224,7 +226,8 @@ def pack(module: nn.Module, call: Call, config: ModelConfig) -> PackedModel:
     answers differ from the padded model's."""
     mask = mask_of(config)
     device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-    inputs = {name: each.to(device) for name, each in _made_up(config, mask).items()}
+    made = _made_up(config, mask, is_graph=isinstance(module, fx.GraphModule))
+    inputs = {name: each.to(device) for name, each in made.items()}
     try:
         with torch.no_grad():
             wanted = call(inputs)
@@ -337,7 +340,10 @@ def quantise(packing: PackedModel, config: ModelConfig) -> None:
     ranges: Mapping[str, float | None] = dict.fromkeys(products)
     if asked != ROWWISE:
         ranges = read_ranges(Path(config.artifact).with_name(asked))
+    kept = {each for each in config.options.get(KEEP_OPTION, "").split(",") if each}
     problems = [f"there is no product '{name}'" for name in ranges if name not in products]
+    problems += [f"there is no product '{name}' to keep" for name in kept if name not in products]
+    ranges = {name: largest for name, largest in ranges.items() if name not in kept}
     for name in ranges.keys() & products.keys():
         shape = tuple(products[name].weight.shape)
         if any(size % 16 for size in shape):
@@ -407,6 +413,11 @@ def read_ranges(path: Path) -> dict[str, float]:
 
 def _replaced(module: nn.Module) -> PackedStack:
     """Replace the module's layers by a packed stack, and return it."""
+    if isinstance(module, fx.GraphModule):
+        try:
+            return torch_packed_graph.replace_layers(module)
+        except torch_packed_graph.NoMatch as reason:
+            raise NotPackable(str(reason)) from None
     lists = [
         (owner, name, child)
         for owner in module.modules()
@@ -538,11 +549,14 @@ class _Trial:
         return _gap(self._wanted[0], layer(x, LinearInput(x), self._layout, None)[0])
 
 
-def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:
-    """Return random inputs: three sequences, one as long as the batch, one of a single token."""
+def _made_up(config: ModelConfig, mask: str, *, is_graph: bool) -> dict[str, torch.Tensor]:
+    """Return random inputs: three sequences, one as long as the batch, one of a single token. A
+    graph takes the lengths of buckets alone."""
     random = np.random.default_rng(SEED)
     (spec,) = [spec for spec in config.inputs if spec.name == mask]
     longest = min(config.padding.buckets[-1], MAX_LENGTH) if config.padding else MAX_LENGTH
+    if is_graph and config.padding:
+        longest = config.padding.buckets[0]
     length = spec.shape[0] if spec.shape[0] > 0 else longest
     lengths = np.array([length, 1, length // 2 + 1])[:, None]
     made: dict[str, torch.Tensor] = {}

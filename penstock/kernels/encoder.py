@@ -25,9 +25,11 @@ def _to_e4m3(values, inverse):
 
 
 @triton.jit
-def _rows_to_e4m3(values, scales, rows, num_rows):
-    """Scale each row to e4m3 by its largest value, and store its scale."""
+def _rows_to_e4m3(values, scales, inverse, rows, num_rows, HAS_FACTOR: tl.constexpr):
+    """Scale each row to e4m3 by its largest value, or by a factor, and store its scale."""
     scale = tl.maximum(tl.max(tl.abs(values), 1), SMALLEST) / E4M3_MAX
+    if HAS_FACTOR:
+        scale = scale * 0.0 + 1.0 / tl.load(inverse)
     tl.store(scales + rows, scale, mask=rows < num_rows)
     scaled = values * (1.0 / scale)[:, None]
     return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX)
@@ -74,7 +76,7 @@ def _add_norm(
     if TO_FP8:
         if BY_ROW:
             x = tl.where(is_column[None, :], x, 0.0)
-            x = _rows_to_e4m3(x, scales, rows, num_rows)
+            x = _rows_to_e4m3(x, scales, inverse, rows, num_rows, False)
         else:
             x = _to_e4m3(x, inverse)
         tl.store(small + at, x.to(small.dtype.element_ty), mask=is_inside)
@@ -96,10 +98,33 @@ def _gelu(
 
 
 @triton.jit
+def _norm_rows(
+    x, weight, bias, out, scales, inverse, num_rows, epsilon,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < WIDTH
+    at = rows[:, None] * WIDTH + columns[None, :]
+    is_inside = (rows < num_rows)[:, None] & is_column[None, :]
+    value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
+    value = value - (tl.sum(value, 1) / WIDTH)[:, None]
+    value = tl.where(is_column[None, :], value, 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)
+    factor = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    value = value * scale[:, None] * factor[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    value = _rows_to_e4m3(value, scales, inverse, rows, num_rows, HAS_FACTOR)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
 def _quantise_rows(
-    x, out, scales, num_rows,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_GELU: tl.constexpr,
-    IS_FAST: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    x, out, scales, inverse, num_rows,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_GELU: tl.constexpr, IS_FAST: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -108,7 +133,7 @@ def _quantise_rows(
     value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_GELU:
         value = _activate(value, IS_FAST, IS_INTERPRETED)
-    value = _rows_to_e4m3(value, scales, rows, num_rows)
+    value = _rows_to_e4m3(value, scales, inverse, rows, num_rows, HAS_FACTOR)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
 
 
@@ -151,17 +176,47 @@ def gelu(
 
 
 def quantise_rows(
-    x: torch.Tensor, scales: torch.Tensor, *, has_gelu: bool = False, is_fast: bool = False
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    inverse: torch.Tensor | None = None,
+    has_gelu: bool = False,
+    is_fast: bool = False,
 ) -> torch.Tensor:
-    """Quantise rows, or their GELU, to e4m3 by their largest values; scales are stored in
-    `scales`."""
+    """Quantise rows, or their GELU, to e4m3: by their largest values, or multiplied by `inverse`.
+    Their scales are stored in `scales`."""
     assert x.is_contiguous()
     num_rows, width = x.shape
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    columns = triton.next_power_of_2(width)
-    together = max(1, ELEMENTS // columns) if num_rows >= MANY_ROWS else 1
+    columns, together = _tile(num_rows, width)
     _quantise_rows[(triton.cdiv(num_rows, together),)](
-        x, out, scales, num_rows, width, columns, together, has_gelu, is_fast, not x.is_cuda,
-        num_warps=NUM_WARPS,
+        x, out, scales, scales if inverse is None else inverse, num_rows, width, columns, together,
+        inverse is not None, has_gelu, is_fast, not x.is_cuda, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
+
+
+def norm_rows(
+    x: torch.Tensor,
+    norm: torch.nn.LayerNorm,
+    scales: torch.Tensor,
+    inverse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the LayerNorm of rows in e4m3 only, scaled as by `quantise_rows`."""
+    assert x.is_contiguous()
+    num_rows, width = x.shape
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    columns, together = _tile(num_rows, width)
+    has_bias = norm.bias is not None
+    _norm_rows[(triton.cdiv(num_rows, together),)](
+        x, norm.weight, norm.bias if has_bias else norm.weight, out, scales,
+        scales if inverse is None else inverse, num_rows, norm.eps, width, columns, together,
+        inverse is not None, has_bias, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _tile(num_rows: int, width: int) -> tuple[int, int]:
+    """Return the columns and rows of a program."""
+    columns = triton.next_power_of_2(width)
+    return columns, max(1, ELEMENTS // columns) if num_rows >= MANY_ROWS else 1

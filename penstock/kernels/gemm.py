@@ -3,7 +3,8 @@ fastest for its sizes on this GPU.
 
 They are timed while a model is loaded, on a warm GPU; algorithms with wrong results are dropped.
 Choices of an earlier start are read from the version's folder: nothing is timed then, only the
-results are checked again. Sizes that were not warmed up use torch. `packed_encoder` calls it.
+results are checked again. Sizes that were not warmed up use torch. `packed_encoder` and
+`fp8_linear` call it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from penstock.errors import first_line
 from penstock.kernels import CHOICES, cublaslt
-from penstock.kernels.convolution import REFERENCE, GpuTimer, check_close, choices_file, remembered
+from penstock.kernels.convolution import (
+    REFERENCE,
+    GpuTimer,
+    Remembered,
+    check_close,
+    choices_file,
+    remembered,
+)
 from penstock.kernels.cublaslt import E4M3, GemmForm, Operands, Unavailable
 
 # Largest relative error against torch (in norm), by output type. Two algorithms may round a value
@@ -221,6 +230,19 @@ def open_multiplier(device: torch.device, folder: Path) -> Multiplier:
     path = folder / CHOICES
     told = remembered(path.read_bytes(), device) if path.is_file() else {}
     return Multiplier(products, GpuTimer(device, NUM_CALLS, NUM_RUNS), told)
+
+
+def joined(files: Sequence[Mapping[str, bytes]]) -> dict[str, bytes]:
+    """Return the files of several choosers of one model, with all their choices in one file."""
+    found = {name: content for each in files for name, content in each.items()}
+    parts = [
+        msgspec.json.decode(each[CHOICES], type=Remembered) for each in files if CHOICES in each
+    ]
+    if len(parts) > 1:
+        choices = {key: name for part in parts for key, name in part.choices.items()}
+        whole = msgspec.structs.replace(parts[0], choices=choices)
+        found[CHOICES] = msgspec.json.format(msgspec.json.encode(whole), indent=1)
+    return found
 
 
 def _name(number: int | None) -> str:

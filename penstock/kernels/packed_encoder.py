@@ -246,8 +246,10 @@ class PackedFp8Linear(nn.Module):
         return Scaling(self.inverse)
 
     def forward(self, given: LinearInput, layout: PackedLayout) -> Tensor:
-        x = given.values
-        rows = layout.ones if given.scales is None else given.scales
+        return self.multiply(given.values, layout.ones if given.scales is None else given.scales)
+
+    def multiply(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Multiply e4m3 rows, each with a scale."""
         by_torch = functools.partial(self._by_torch, rows)
         if self.multiplier is None:
             return by_torch(x)
@@ -258,15 +260,16 @@ class PackedFp8Linear(nn.Module):
 
     def _by_torch(self, rows: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
+            # With a scale per row torch gives BF16 only.
             return torch._scaled_mm(
                 x,
                 self.weight.t(),
                 scale_a=rows,
                 scale_b=self.scales,
-                bias=self.bias,
-                out_dtype=self.bias.dtype,
+                bias=self.bias.to(torch.bfloat16),
+                out_dtype=torch.bfloat16,
                 use_fast_accum=True,
-            )
+            ).to(self.bias.dtype)
         return self.plain(x, rows)
 
     def plain(self, x: Tensor, rows: Tensor) -> Tensor:

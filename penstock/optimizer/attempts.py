@@ -224,6 +224,17 @@ class Attempts:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
         self.progress.refresh()
 
+    def try_with_floats(self, each: Pass, parent: Contender, refused: Try) -> Try:
+        """Try the step again with some layers in float; return the try that counts."""
+        try:
+            build = self.evaluator.builder.build(refused.candidate)
+            timed = self.predict(build, _facts(refused), is_lossy=True)
+        except PenstockError as error:
+            refused.reason += f"; it could not be timed: {error}"
+            return refused
+        self._fall_back(each, parent, refused, timed)
+        return self.findings.tries[-1]
+
     def _fall_back(self, each: Pass, parent: Contender, refused: Try, timed: Contender) -> None:
         """If it would be the fastest, keep some layers in float: those that regain the most
         accuracy for the time they cost."""

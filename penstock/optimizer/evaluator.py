@@ -79,6 +79,8 @@ class Evaluator:
             check_time()
             run.tell("layers in float")
             build = self.builder.build(parent.candidate.then(other))
+            if self.gate.numerics(build, is_exact=False).problems:
+                return False
             return self.gate.judge(build, CHOICE).is_passed
 
         def find() -> KeptLayers:

@@ -156,6 +156,11 @@ class Try(msgspec.Struct):
         judged = (self.held_out, self.accuracy)
         return next((each for each in judged if each is not None and not each.is_passed), None)
 
+    @property
+    def is_inaccurate(self) -> bool:
+        """Whether it was built as asked for, and refused for its answers."""
+        return self.outcome == "rejected" and self.numerics is not None
+
 
 def try_of(tries: Sequence[Try], key: str) -> Try | None:
     return next((each for each in tries if each.candidate.key == key), None)

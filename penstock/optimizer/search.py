@@ -244,7 +244,7 @@ class Search:
         self.findings.skipped += skipped
         for parent, steps in proposed:
             fresh = self._attempts.fresh(parent, steps)
-            if isinstance(each, LayeredPass):
+            if isinstance(each, LayeredPass) and not each.steps_differ:
                 self._attempts.try_variants(each, parent, fresh)
             else:
                 self._try_each(each, parent, fresh)
@@ -254,6 +254,8 @@ class Search:
         """Try all steps, until the rest cannot win any more."""
         for place, step in enumerate(steps):
             record = self._attempts.try_step(each, parent, step)
+            if isinstance(each, LayeredPass) and record.is_inaccurate:
+                record = self._attempts.try_with_floats(each, parent, record)
             reason = self._proposals.reason_to_stop(each, step, record)
             if reason:
                 left = steps[place + 1 :]

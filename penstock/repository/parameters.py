@@ -91,9 +91,11 @@ def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
     return (ConfigParameter(PREFIX + name, page, backend=backend) for name in names.split())
 
 
-_OF_PYTORCH = "factory compile dtype memory_format fuse cuda_graphs pack fp8"
+_OF_PYTORCH = (
+    "factory compile dtype keep_fp32 memory_format fuse cuda_graphs pack fp8 fp8_keep weights"
+)
 # ONNX files have them on a GPU, where the PyTorch engine runs them.
-_OF_ONNX = "compile dtype memory_format fuse cuda_graphs fixed_inputs"
+_OF_ONNX = f"{_OF_PYTORCH.partition(' ')[2]} fixed_inputs"
 OF_ONNX = tuple(PREFIX + name for name in _OF_ONNX.split())
 _OF_LLM = (
     "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "

@@ -94,3 +94,27 @@ def test_many_rows_go_together():
     small = encoder.quantise_rows(x, scales)
     assert torch.allclose(scales, of_rows(x), rtol=1e-5)
     assert float((small.float() * scales - x).norm() / x.norm()) < 0.15
+
+
+def test_rows_may_share_a_calibrated_scale():
+    x = torch.randn(7, 96) * torch.logspace(-2, 0, 7)[:, None]
+    scales = torch.full((7, 1), float("nan"))
+    small = encoder.quantise_rows(x, scales, inverse=torch.tensor([100.0]))
+    assert torch.allclose(scales, torch.full((7, 1), 0.01))
+    assert float((small.float() * scales - x).norm() / x.norm()) < 0.15
+
+
+@pytest.mark.parametrize("width", [64, 96])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("inverse", [None, 50.0])
+def test_norm_in_e4m3_alone(width, has_bias, inverse):
+    norm = torch.nn.LayerNorm(width, 1e-6, bias=has_bias)
+    norm.weight.data += 0.3 * torch.randn(width)
+    x = 5 + 3 * torch.randn(37, width)
+    scales = torch.full((37, 1), float("nan"))
+    factor = None if inverse is None else torch.tensor([inverse])
+    small = encoder.norm_rows(x, norm, scales, factor)
+    wanted = norm(x).detach()
+    assert small.dtype == torch.float8_e4m3fn
+    assert torch.allclose(scales, of_rows(wanted) if inverse is None else scales * 0 + 1 / inverse)
+    assert float((small.float() * scales - wanted).norm() / wanted.norm()) < 0.15

@@ -572,6 +572,37 @@ def test_layers_are_not_looked_at_for_what_is_no_faster() -> None:
     assert "no faster either" in outcome_of(search, "int8")[1]
 
 
+@pytest.mark.parametrize("is_finite", [False, True])
+def test_a_precision_that_fails_is_tried_again_with_layers_in_float(is_finite: bool) -> None:
+    """Whether its answers were refused by the numbers, as with an overflow, or by the score."""
+    halves = MadeLayers("half", "precision", ("fp16", "bf16"), changes_answers=True)
+    halves.steps_differ = True
+    kept = "half(s=fp16, keep=middle)"
+    times = {"original": 20.0, "half(s=fp16)": 2.0, "half(s=bf16)": 3.0, kept: 2.2}
+    lab, run = searched(times, halves)
+    if is_finite:
+        lab.losses = {"half(s=fp16)": 0.3}
+    else:
+        lab.differing = {"half(s=fp16)"}
+    layers = [FallbackLayer("middle", "Linear", 0.9, 0.001)]
+    lab.kept = KeptLayers(Step("half", {"s": "fp16", "keep": "middle"}), layers)
+    search = run()
+    assert model_step(search.findings.finalists[0].build.candidate) == kept
+    assert [each.fallback for each in search.findings.tries if each.fallback] == [layers]
+    # The other step is timed by itself.
+    assert "times half(s=bf16)" in lab.asked
+
+
+def test_what_was_not_built_as_asked_for_keeps_no_layers() -> None:
+    halves = MadeLayers(
+        "half", "precision", ("fp16",), changes_answers=True, problems={"fp16": "it is FP32"}
+    )
+    halves.steps_differ = True
+    lab, run = searched({"original": 20.0, "half(s=fp16)": 2.0}, halves)
+    run()
+    assert "fall back" not in lab.asked
+
+
 def test_out_of_time_the_best_so_far_is_measured() -> None:
     slow = MadePass("slow", "precision")
     lab, run = searched(

@@ -15,6 +15,7 @@ from penstock.backends.onnx_import.layers import convolve
 from penstock.backends.onnx_import.matrices import gemm
 from penstock.backends.onnx_import.values import ConvAttributes, GemmAttributes, OnnxOperator
 from penstock.errors import ConfigError
+from penstock.kernels import integer_weights
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -418,25 +419,17 @@ def matmul_nbits(
     block_size: int,
     accuracy_level: int = 0,
 ) -> Tensor:
-    """Multiply by weights in blocks of four or eight bits along K, each with a scale."""
-    if groups is not None or bits not in (4, 8):
+    """Multiply by weights in blocks of four or eight bits along K, each with a scale. They stay
+    packed: the kernel for a few rows reads them as they are."""
+    if groups is not None or bits not in integer_weights.BITS:
         raise ConfigError(f"MatMulNBits: g_idx and {bits} bits are not supported")
-    values = _unpacked(b.reshape(N, -1), bits)[:, : -(-K // block_size) * block_size]
-    blocks = values.reshape(N, -1, block_size)
-    if zeros is None:
-        middle: Tensor | float = float(2 ** (bits - 1))
-    elif zeros.dtype == torch.uint8:
-        middle = _unpacked(zeros.reshape(N, -1), bits)[:, : blocks.shape[1], None]
-    else:
-        middle = zeros.reshape(N, -1, 1)
-    weight = ((blocks - middle) * scales.reshape(N, -1, 1)).reshape(N, -1)[:, :K]
-    return functional.linear(a, weight.to(a.dtype), bias)
-
-
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return packed.float()
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(1).float()
+    scales = scales.reshape(N, -1)
+    if zeros is not None and zeros.dtype == torch.uint8:
+        zeros = integer_weights.unpacked(zeros.reshape(N, -1), bits)[:, : scales.shape[1]]
+    elif zeros is not None:
+        zeros = zeros.reshape(N, -1)
+    weight = integer_weights.IntegerWeight(b.reshape(N, -1), scales, zeros, K, bits, block_size)
+    return integer_weights.multiply(a, weight, bias)
 
 
 OPERATORS = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -192,14 +192,15 @@ def _is_copied(
     return all(shape[at] == size for shape, size in zip(given, column, strict=True))
 
 
-def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
+def retype(model: ImportedGraph, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
     """Let the graph compute in another floating datatype.
 
     Casts to a float become casts to it, but not those of sizes on the host, nor of integers that
     become integers or truth values again: these stay as they are. Finite constants beyond
     its range, such as those that mask, become half its largest number, so that scores can be added;
-    those too small for it, such as an epsilon, become its smallest. Raise ConfigError for graphs
-    that compute with integers, whose sums 16 bits do not hold.
+    those too small for it, such as an epsilon, become its smallest. Nodes and layers in `keep`
+    stay as they are. Raise ConfigError for graphs that compute with integers, whose sums 16 bits do
+    not hold.
     """
     quantised = sorted(INTEGER_OPERATORS & set(model.counts))
     if quantised and dtype.itemsize < torch.float32.itemsize:
@@ -208,7 +209,12 @@ def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
         )
     exact = _exact_nodes(model.module)
     for node in model.module.graph.nodes:
-        if node.op != "call_function" or node.meta.get(ON_HOST) or node in exact:
+        if (
+            node.op != "call_function"
+            or node.meta.get(ON_HOST)
+            or node in exact
+            or node.name in keep
+        ):
             continue
         node.args = tuple(_fitted(each, dtype) for each in node.args)
         node.kwargs = _retyped(node, dtype)
@@ -217,6 +223,8 @@ def retype(model: ImportedGraph, dtype: torch.dtype) -> None:
     for name, tensor in named:
         if tensor.dtype in FLOATS and tensor.numel():
             owner, _, attribute = name.rpartition(".")
+            if owner in keep or name in keep:
+                continue
             _limit(model.module.get_submodule(owner), attribute, tensor, dtype)
     model.module.recompile()
 

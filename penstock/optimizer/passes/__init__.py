@@ -47,6 +47,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "int8-dynamic": ("penstock.optimizer.passes.int8_dynamic", "Int8Dynamic"),
     "int8-static": ("penstock.optimizer.passes.int8_static", "Int8Static"),
     "fp8": ("penstock.optimizer.passes.fp8", "Fp8"),
+    "weight-only": ("penstock.optimizer.passes.weight_only", "WeightOnly"),
     "tensorrt": ("penstock.optimizer.passes.to_tensorrt", "ToTensorRt"),
     "batching": ("penstock.optimizer.passes.batching", "Batching"),
     "instances": ("penstock.optimizer.passes.instances", "Instances"),
@@ -92,6 +93,8 @@ class Pass(Protocol):
     changes_answers: bool = False
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool = False
+    # Of a layered pass. False: its steps are variants of one speed. True: each is timed by itself.
+    steps_differ: bool = False
 
     def propose(self, context: PassContext) -> Proposals: ...
 
@@ -126,7 +129,7 @@ class LayeredPass(Pass, Protocol):
     ) -> tuple[Step, list[FallbackLayer]] | None:
         """Return the step with the fewest layers in float for which `passes`, which builds and
         judges it, returns True, and those layers; None if no choice that was tried passes.
-        `seconds`, where measured: extra time of a layer in float over INT8, by name."""
+        `seconds`, where measured: extra time of a layer in float, by name."""
 
 
 def sequence() -> list[Pass]:

@@ -34,6 +34,8 @@ NO_INT8 = "the processor has no instructions for INT8 products (VNNI, AMX)"
 # Options of the PyTorch backend.
 CUDA_GRAPHS = "penstock.cuda_graphs"
 FACTORY = "penstock.factory"
+# Between names of layers.
+SEPARATOR = ","
 STAYS_ON_GPU = "for CPUs only; on a GPU the PyTorch engine runs the model (--device cpu tries it)"
 
 

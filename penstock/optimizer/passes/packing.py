@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.config import PACK, TOKENS, ModelConfig, Padding
 from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
-from penstock.optimizer.passes.building import with_options
+from penstock.optimizer.passes.building import has_open_layers, with_options
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import row_lengths, variable_axes
 from penstock.types import DATATYPES
@@ -48,8 +48,8 @@ class SequencePacking(Pass):
 
 
 def _reason_against(config: ModelConfig) -> str:
-    if config.backend != "pytorch" or not config.artifact.endswith(".py"):
-        return "not a PyTorch module"
+    if not has_open_layers(config):
+        return "not a PyTorch module, nor an ONNX file on a GPU"
     if PACK in config.options:
         return "packed already"
     if "penstock.compile" in config.options:

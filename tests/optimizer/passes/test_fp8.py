@@ -1,4 +1,5 @@
-"""FP8 for packed encoders: only where a GPU has it, calibrated, and read back."""
+"""FP8 for packed encoders and for linear layers: only where a GPU has it, read back, and with
+layers kept that lose too much."""
 
 import json
 from dataclasses import replace
@@ -9,16 +10,19 @@ import pytest
 
 pytest.importorskip("torch")
 
+from linear_models import SHAPE, TRANSFORMER, write_module, write_onnx
 from packable import texts, write
 from served_builds import a_config, a_situation
 from suites.onnx_models import opened, workshop
 
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes.fp8 import Fp8
+from penstock.optimizer.passes.fp8 import Fp8, num_weights
 from penstock.repository import pbtxt
+from penstock.types import TensorSpec
 
 PASS = Fp8()
 ALL = Step("fp8", {"products": "qkv,out,inner,outer"})
@@ -44,8 +48,7 @@ def reason(config, **options) -> str:
 
 def test_skipped_with_the_reason(tmp_path: Path) -> None:
     config = replace(write(tmp_path), device="cuda")
-    assert "pass packing" in reason(a_config())
-    assert "pass packing" in reason(config)
+    assert "not a PyTorch module" in reason(a_config())
     assert "decided" in reason(replace(config, options=PACKED | {"penstock.fp8": "fp8.json"}))
     assert "FP8" in reason(replace(config, options=PACKED, device="cpu"))
 
@@ -120,3 +123,106 @@ def test_a_model_that_is_not_in_fp8_is_caught() -> None:
     (problem,) = PASS.check(ALL, facts(), facts(fp8="18 of 24 products"))
     assert problem == "asked for 4 products of each layer, got 18 of 24 products"
     assert "got none" in PASS.check(ALL, facts(), facts())[0]
+
+
+LINEAR = Step("fp8", {"products": "linear", "scaling": "rowwise"})
+CALIBRATED = Step("fp8", {"products": "linear"})
+
+
+@pytest.fixture(params=["module.py", "model.onnx"])
+def linear(request, tmp_path: Path):
+    """A small transformer of four blocks' weights, as a build."""
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    write_file = write_module if request.param == "module.py" else write_onnx
+    path = write_file(folder, TRANSFORMER)
+    batching = BatchPolicy(8, is_dynamic=True)
+    tensors = (TensorSpec("x", "FP32", SHAPE),), (TensorSpec("y", "FP32", (10,)),)
+    backend = "pytorch" if request.param == "module.py" else "onnxruntime"
+    config = ModelConfig("m", "1", backend, str(path), *tensors, 8, batching, file=path.name)
+    (tmp_path / "m" / "config.pbtxt").write_text(pbtxt.write(config))
+    return opened(tmp_path / "m")
+
+
+def drawn(num: int = 8) -> Examples:
+    random = np.random.default_rng(3)
+    made = [{"x": random.standard_normal(SHAPE).astype(np.float32)} for _ in range(num)]
+    half = num // 2
+    return Examples(made, None, Split(tuple(range(half)), tuple(range(half, num)), ()), "", "")
+
+
+def on_gpu(build, **options: str):
+    """As the PyTorch engine would run it there."""
+    return replace(build.config, device="cuda", options=options)
+
+
+def test_the_weights_of_linear_layers_are_counted(linear) -> None:
+    assert num_weights(linear) == 2 * (4 + 8) * 64 * 64
+
+
+@pytest.mark.usefixtures("gpu_with_fp8")
+def test_any_model_with_linear_layers_is_proposed(linear, monkeypatch) -> None:
+    situation = a_situation(on_gpu(linear))
+    situation = replace(situation, build=replace(linear, config=on_gpu(linear)), examples=drawn())
+    (skip,) = PASS.propose(situation)
+    assert isinstance(skip, Skip) and "fewer than" in skip.reason and skip.step == LINEAR
+    monkeypatch.setattr("penstock.optimizer.passes.fp8.MIN_WEIGHTS", 1000)
+    assert PASS.propose(situation) == [LINEAR]
+    plan = replace(situation.plan, is_exhaustive=True)
+    assert PASS.propose(replace(situation, plan=plan)) == [LINEAR, CALIBRATED]
+    compiled = replace(linear, config=on_gpu(linear, **{"penstock.compile": "default"}))
+    (skip,) = PASS.propose(replace(situation, build=compiled))
+    assert "compiler" in skip.reason
+
+
+def served_by_torch(build):
+    return replace(build, config=replace(build.config, backend="pytorch"))
+
+
+def test_ranges_of_linear_layers_are_calibrated(linear, tmp_path: Path) -> None:
+    parent = served_by_torch(linear)
+    work = replace(workshop(tmp_path), examples=drawn())
+    PASS.build(parent, CALIBRATED, tmp_path / "t" / "m", work)
+    ranges = json.loads((tmp_path / "t" / "m" / "1" / "fp8.json").read_text())
+    assert len(ranges) == 12 and all(each > 0 for each in ranges.values())
+    kept = Step("fp8", {**CALIBRATED.settings, "keep": ",".join(list(ranges)[:3])})
+    PASS.build(parent, kept, tmp_path / "u" / "m", work)
+    fewer = json.loads((tmp_path / "u" / "m" / "1" / "fp8.json").read_text())
+    assert list(fewer) == list(ranges)[3:]
+
+
+def test_layers_that_lose_too_much_are_kept(linear, tmp_path: Path) -> None:
+    """The gate passes only with this one in float."""
+    from penstock.backends.torch_linear import find_layers
+    from penstock.optimizer import torch_layers
+
+    parent = served_by_torch(linear)
+    with torch_layers.opened(parent.config, drawn().rows, {"penstock.dtype": "bf16"}) as trial:
+        names = list(find_layers(trial.loaded.module))
+    wanted = names[5]
+    asked = []
+
+    def passes(step: Step) -> bool:
+        asked.append(step.settings["keep"])
+        return wanted in step.settings["keep"].split(",")
+
+    work = replace(workshop(tmp_path), examples=drawn())
+    found = PASS.fall_back(parent, LINEAR, work, passes)
+    assert found is not None
+    step, layers = found
+    assert step.settings["keep"] == wanted and [each.name for each in layers] == [wanted]
+    assert PASS.fall_back(parent, LINEAR, work, lambda step: False) is None
+    assert PASS.fall_back(parent, ALL, work, lambda step: True) is None
+    PASS.build(parent, step, tmp_path / "t" / "m", work)
+    options = opened(tmp_path / "t" / "m").config.options
+    assert options["penstock.fp8"] == "rowwise" and options["penstock.fp8_keep"] == wanted
+
+
+def test_linear_layers_are_read_back() -> None:
+    def facts(text: str) -> Facts:
+        return Facts("pytorch", built={"fp8": text} if text else {})
+
+    assert PASS.check(LINEAR, facts(""), facts("12 of 13 linear layers")) == []
+    (problem,) = PASS.check(LINEAR, facts(""), facts(""))
+    assert problem == "asked for linear layers in FP8, got none"
+    assert PASS.check(LINEAR, facts(""), facts("0 of 13 linear layers"))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from served_builds import a_config, a_situation
 from suites.onnx_models import (
     AVX2,
@@ -18,7 +19,11 @@ from suites.onnx_models import (
     workshop,
 )
 
+from penstock.backends import Batch, backend
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Skip, Step
+from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts, file_facts
 from penstock.optimizer.passes.half import Half
 from penstock.repository import pbtxt
@@ -134,3 +139,88 @@ def test_one_that_calls_itself_the_other_is_caught() -> None:
     assert PASS.check(BF16, facts("float32"), facts("bfloat16")) == []
     assert PASS.check(FP16, facts("float32"), facts("bfloat16")) == ["asked for fp16, got bfloat16"]
     assert PASS.check(BF16, facts("float32"), facts("float16")) == ["asked for bf16, got float16"]
+
+
+WIDTH = 64
+
+
+@pytest.fixture(params=["module.py", "model.onnx"])
+def overflows(request, tmp_path: Path):
+    """An MLP whose middle layer gives millions, which the next one takes back, as a build."""
+    pytest.importorskip("safetensors")
+    from linear_models import MLP, write_module, write_onnx
+
+    folder = tmp_path / "m" / "1"
+    folder.mkdir(parents=True)
+    source = MLP.replace("FACTOR = 1", "FACTOR = 1e7")
+    is_code = request.param == "module.py"
+    path = write_module(folder, source) if is_code else write_onnx(folder, source, (WIDTH,))
+    tensors = (TensorSpec("x", "FP32", (WIDTH,)),), (TensorSpec("y", "FP32", (WIDTH,)),)
+    batching = BatchPolicy(8, is_dynamic=True)
+    backend_name = "pytorch" if is_code else "onnxruntime"
+    config = ModelConfig("m", "1", backend_name, str(path), *tensors, 8, batching, file=path.name)
+    (tmp_path / "m" / "config.pbtxt").write_text(pbtxt.write(config))
+    found = opened(tmp_path / "m")
+    return replace(found, config=replace(found.config, backend="pytorch"))
+
+
+def numbers(num: int = 8) -> Examples:
+    random = np.random.default_rng(0)
+    made = [{"x": random.standard_normal(WIDTH).astype(np.float32)} for _ in range(num)]
+    half = num // 2
+    return Examples(made, None, Split(tuple(range(half)), tuple(range(half, num)), ()), "", "")
+
+
+def answered(config: ModelConfig, artifact: Path):
+    runner = backend("pytorch")(replace(config, backend="pytorch", artifact=str(artifact)))
+    rows = np.stack([row["x"] for row in numbers().rows])
+    (found,) = runner.start(Batch({"x": rows}, len(rows))).wait()
+    return found["y"].copy()
+
+
+def test_layers_that_overflow_stay_in_fp32(overflows, tmp_path: Path) -> None:
+    wanted = answered(overflows.config, overflows.artifact)
+    work = replace(workshop(tmp_path), examples=numbers())
+    PASS.build(overflows, FP16, tmp_path / "whole" / "m", work)
+    whole = opened(tmp_path / "whole" / "m")
+    assert not np.isfinite(answered(whole.config, whole.artifact)).all()
+    asked = []
+
+    def passes(step: Step) -> bool:
+        asked.append(step)
+        target = tmp_path / f"t{len(asked)}" / "m"
+        PASS.build(overflows, step, target, work)
+        made = opened(target)
+        return np.allclose(answered(made.config, made.artifact), wanted, atol=0.01)
+
+    found = PASS.fall_back(overflows, FP16, work, passes)
+    assert found is not None
+    step, layers = found
+    assert len(asked) == 1
+    is_code = overflows.artifact.name == "module.py"
+    names = ["middle", "back"] if is_code else ["layer_1", "layer_2"]
+    assert step == Step("half", {"datatype": "fp16", "keep": ",".join(names)})
+    assert [(each.name, each.operator) for each in layers] == [(n, "overflows") for n in names]
+
+
+def test_layers_that_lose_most_stay_in_fp32(overflows, tmp_path: Path) -> None:
+    """BF16 has the range, so nothing overflows; the last layer's rounding is what is left."""
+    work = replace(workshop(tmp_path), examples=numbers())
+    last = "last" if overflows.artifact.name == "module.py" else "layer_3"
+
+    def passes(step: Step) -> bool:
+        return last in step.settings["keep"].split(",")
+
+    found = PASS.fall_back(overflows, BF16, work, passes)
+    assert found is not None
+    assert found[0].settings == {"datatype": "bf16", "keep": last}
+    assert [each.operator for each in found[1]] == ["Linear"]
+    assert PASS.fall_back(overflows, BF16, work, lambda step: False) is None
+    assert PASS.fall_back(overflows, TF32, work, passes) is None
+
+
+def test_without_examples_no_layer_is_looked_for(overflows, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no examples"):
+        PASS.fall_back(
+            overflows, FP16, replace(workshop(tmp_path), examples=None), lambda step: True
+        )

@@ -1,0 +1,336 @@
+"""Linear layers of any model in e4m3 (`penstock.fp8`) or with integer weights (`penstock.weights`).
+
+Every nn.Linear whose sizes allow it is replaced, by name, but those named in `penstock.fp8_keep`.
+Where the module's graph is known (ONNX, or code that can be traced), an input is quantised once for
+all layers that read it, in one kernel with the layer norm or GELU before it. Packed encoders have
+layers of their own (`torch_packing`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from penstock.backends.onnx_import import elementwise
+from penstock.backends.torch_packing import FP8_OPTION, KEEP_OPTION, ROWWISE, has_fp8, read_ranges
+from penstock.backends.torch_tracing import TraceInputs, trace
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.kernels.cublaslt import Unavailable
+from penstock.kernels.fp8_linear import MULTIPLE, Activation, Fp8Input, Fp8Linear, fits
+from penstock.kernels.gemm import Multiplier, open_multiplier
+from penstock.kernels.integer_weights import MIN_GROUP, WeightOnlyLinear
+from penstock.kernels.packed_encoder import KERNEL_TYPES
+
+WEIGHTS_OPTION = "penstock.weights"
+# Bits by the value of the option.
+WEIGHTS = {"int8": 8, "int4": 4}
+# Smaller layers take no time to read.
+MIN_WEIGHTS = 1 << 14
+SEPARATOR = ","
+# Modules whose code reads the weights of its linear layers instead of calling them.
+CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+GELU = (functional.gelu, torch.ops.aten.gelu.default, elementwise.gelu)
+Call = Callable[[Mapping[str, torch.Tensor]], object]
+
+
+@dataclass(slots=True)
+class LinearModel:
+    """A module with linear layers in e4m3 or with integer weights, and what chooses the GEMMs."""
+
+    module: nn.Module
+    layers: Mapping[str, Fp8Linear | WeightOnlyLinear]
+    num_layers: int
+    # Of integer weights; 0: e4m3.
+    bits: int = 0
+    multiplier: Multiplier | None = None
+    # Why there is no choice of GEMMs, and why inputs are quantised for each layer.
+    no_multiplier: str = ""
+    not_traced: str = ""
+    num_shared: int = 0
+    _seen: set[object] = field(default_factory=set)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor], call: Callable[[], object]) -> None:
+        """Time the GEMMs for inputs of new shapes, as long as the model is warming up."""
+        shapes = tuple((name, tuple(each.shape)) for name, each in tensors.items())
+        if self.multiplier is None or not self.multiplier.is_open or shapes in self._seen:
+            return
+        # Layers queue their GEMMs.
+        call()
+        self.multiplier.tune()
+        self._seen.add(shapes)
+
+    def settle(self) -> None:
+        if self.multiplier is not None:
+            self.multiplier.settle()
+
+    def files(self) -> dict[str, bytes]:
+        return {} if self.multiplier is None else self.multiplier.files()
+
+    def facts(self) -> dict[str, str]:
+        if self.bits:
+            num_bytes = sum(each.weights.num_bytes for each in self.layers.values())
+            text = f"{len(self.layers)} of {self.num_layers} linear layers, {num_bytes} bytes"
+            return {"weights": f"int{self.bits}: {text}"}
+        facts = {"fp8": f"{len(self.layers)} of {self.num_layers} linear layers"}
+        if all(each.largest is None for each in self.layers.values()):
+            facts["fp8"] += ", each row by its own range"
+        facts["fp8_inputs"] = f"{self.num_shared} shared or fused"
+        if self.not_traced:
+            facts["fp8_inputs"] = f"quantised for each layer: {self.not_traced}"
+        if self.no_multiplier:
+            facts["products"] = f"by torch: {self.no_multiplier}"
+        return facts if self.multiplier is None else facts | self.multiplier.facts()
+
+
+def find_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers that are called as such, by name."""
+    closed = [name for name, each in module.named_modules() if isinstance(each, CLOSED)]
+    return {
+        name: each
+        for name, each in module.named_modules()
+        if type(each) is nn.Linear
+        and not any(name.startswith(f"{other}.") for other in closed)
+        and not (each._forward_hooks or each._forward_pre_hooks)
+    }
+
+
+def quantise_model(
+    module: nn.Module, config: ModelConfig, sample: TraceInputs | None = None
+) -> LinearModel:
+    """Convert the layers of a module on its device, as the options say. ConfigError if the device
+    has no FP8, or if a name is not that of a layer."""
+    if not has_fp8(config.device):
+        problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
+        raise ConfigError(f"parameters.{FP8_OPTION}: {problem}")
+    model = to_fp8(module, chosen_ranges(module, config), sample)
+    try:
+        model.multiplier = open_multiplier(
+            torch.device(config.device), Path(config.artifact).parent
+        )
+    except Unavailable as error:
+        model.no_multiplier = str(error)
+    for layer in model.layers.values():
+        layer.product.multiplier = model.multiplier
+    return model
+
+
+def shrink_weights(module: nn.Module, config: ModelConfig) -> LinearModel:
+    """Give the large linear layers of a module integer weights, as the option says."""
+    bits = WEIGHTS[config.options[WEIGHTS_OPTION]]
+    found = find_layers(module)
+    chosen = {name: each for name, each in found.items() if _is_large(each)}
+    if not chosen:
+        problem = f"no linear layer has {MIN_WEIGHTS} weights and a depth that is a multiple of 32"
+        raise ConfigError(f"parameters.{WEIGHTS_OPTION}: {problem}")
+    made = {id(each): WeightOnlyLinear(each, bits).eval() for each in chosen.values()}
+    layers = {name: made[id(each)] for name, each in chosen.items()}
+    for name, layer in layers.items():
+        module.set_submodule(name, layer)
+    return LinearModel(module, layers, len(found), bits)
+
+
+def _is_large(linear: nn.Linear) -> bool:
+    return bool(linear.weight.numel() >= MIN_WEIGHTS and linear.in_features % MIN_GROUP == 0)
+
+
+def chosen_ranges(module: nn.Module, config: ModelConfig) -> dict[str, float | None]:
+    """Return the layers to convert with their largest inputs; None: a scale per row."""
+    known, asked = find_layers(module), config.options[FP8_OPTION]
+    kept = names_in(config.options.get(KEEP_OPTION, ""))
+    problems = [f"parameters.{KEEP_OPTION}: {_no_layer(each, known)}" for each in kept - {*known}]
+    ranges: dict[str, float | None] = {
+        name: None for name, each in known.items() if asked == ROWWISE and fits(each)
+    }
+    where = f"parameters.{FP8_OPTION}"
+    if asked != ROWWISE:
+        ranges = {**read_ranges(Path(config.artifact).with_name(asked))}
+        problems += [f"{where}: {_no_layer(each, known)}" for each in ranges if each not in known]
+        for name in ranges.keys() & known.keys():
+            shape = tuple(known[name].weight.shape)
+            if not fits(known[name]):
+                size = f"{shape[0]} x {shape[1]} are not multiples of {MULTIPLE}"
+                problems.append(f"{where}: layer '{name}': {size}")
+    ranges = {name: each for name, each in ranges.items() if name not in kept}
+    if not problems and not ranges:
+        problems.append(f"{where}: no linear layer has sizes that are multiples of {MULTIPLE}")
+    types = {known[name].weight.dtype for name in ranges if name in known}
+    if types - set(KERNEL_TYPES):
+        found = ", ".join(sorted(map(str, types)))
+        problems.append(f"{where}: layers are in {found}; expected penstock.dtype bf16 or fp16")
+    if problems:
+        raise ConfigError(sorted(problems))
+    return ranges
+
+
+def names_in(text: str) -> set[str]:
+    return {name for name in (part.strip() for part in text.split(SEPARATOR)) if name}
+
+
+def _no_layer(name: str, known: Iterable[str]) -> str:
+    some = ", ".join(f"'{each}'" for each in list(known)[:3])
+    return f"there is no linear layer '{name}'; the model has {some or 'none'}, ..."
+
+
+def to_fp8(
+    module: nn.Module, ranges: Mapping[str, float | None], sample: TraceInputs | None = None
+) -> LinearModel:
+    """Replace these layers of a module; None: its inputs have a scale per row."""
+    found = find_layers(module)
+    not_traced = ""
+    try:
+        # Before layers are replaced, which cannot be exported.
+        module = _lifted(trace(module, sample))
+    except ConfigError as error:
+        not_traced = str(error).partition("traced: ")[2] or str(error)
+    # A layer that is used under two names stays one.
+    made = {id(found[name]): Fp8Linear(found[name], ranges[name]) for name in ranges}
+    layers = {name: made[id(found[name])] for name in ranges}
+    for name, layer in layers.items():
+        module.set_submodule(name, layer.eval())
+    model = LinearModel(module, layers, len(found), not_traced=not_traced)
+    if isinstance(module, fx.GraphModule):
+        model.num_shared = _share_inputs(module)
+    return model
+
+
+def _lifted(traced: fx.GraphModule) -> fx.GraphModule:
+    """Make modules of linear layers and layer norms that are operators of torch.export, by the
+    names of their weights."""
+    aten = torch.ops.aten
+    for node in list(traced.graph.nodes):
+        if node.op != "call_function" or node.kwargs:
+            continue
+        if node.target is aten.linear.default:
+            x, *weights = node.args
+            given = [_attribute(traced, each) for each in weights]
+            name = str(weights[0].target).removesuffix(".weight")
+            if given[0] is None or (len(given) > 1 and given[1] is None):
+                continue
+            made = _linear(*given)
+        elif node.target is aten.layer_norm.default and len(node.args) >= 4:
+            x, sizes, *weights = node.args[:4]
+            given = [_attribute(traced, each) for each in weights]
+            name = str(getattr(weights[0], "target", "")).removesuffix(".weight")
+            if len(sizes) != 1 or given[0] is None:
+                continue
+            made = _layer_norm(given, node.args[4] if len(node.args) > 4 else 1e-5)
+        else:
+            continue
+        traced.set_submodule(name, made.eval())
+        with traced.graph.inserting_after(node):
+            called = traced.graph.call_module(name, (x,))
+        node.replace_all_uses_with(called)
+        traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
+
+
+def _attribute(traced: fx.GraphModule, node: object) -> torch.Tensor | None:
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    found: torch.Tensor = operator.attrgetter(str(node.target))(traced)
+    return found
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+    linear.weight = _parameter(weight)
+    linear.bias = None if bias is None else _parameter(bias)
+    return linear
+
+
+def _layer_norm(weights: Sequence[torch.Tensor | None], epsilon: float) -> nn.LayerNorm:
+    weight, bias = weights
+    assert weight is not None
+    with torch.device("meta"):
+        norm = nn.LayerNorm(len(weight), epsilon, bias=bias is not None)
+    norm.weight = _parameter(weight)
+    norm.bias = None if bias is None else _parameter(bias)
+    return norm
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _share_inputs(traced: fx.GraphModule) -> int:
+    """Quantise each input once, with what made it if nothing else reads that; return how many
+    inputs are shared or fused."""
+    count = 0
+    for node in list(traced.graph.nodes):
+        users = [user for user in node.users if isinstance(_called(traced, user), Fp8Linear)]
+        ranges = {_called(traced, user).largest for user in users}
+        if not users or len(ranges) != 1:
+            continue
+        quantiser, source = _quantiser(traced, node, ranges.pop())
+        is_fused = source is not node and len(users) == len(node.users)
+        if not is_fused and len(users) == 1:
+            continue
+        if not is_fused:
+            quantiser, source = Fp8Input(largest=_called(traced, users[0]).largest), node
+        device = next(_called(traced, users[0]).parameters()).device
+        name = f"penstock_fp8_input_{count}"
+        traced.add_submodule(name, quantiser.to(device).eval())
+        with traced.graph.inserting_after(node):
+            given = traced.graph.call_module(name, (source,))
+        for user in users:
+            user.replace_input_with(node, given)
+        if not node.users:
+            traced.graph.erase_node(node)
+        count += 1
+    traced.graph.lint()
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    return count
+
+
+def _called(traced: fx.GraphModule, node: fx.Node) -> nn.Module:
+    return traced.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
+
+
+def _quantiser(
+    traced: fx.GraphModule, node: fx.Node, largest: float | None
+) -> tuple[Fp8Input, fx.Node]:
+    """Return what quantises a node's result, and what it takes: the node's own input if it is a
+    layer norm or GELU."""
+    module = _called(traced, node)
+    source = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else node
+    if type(module) is nn.LayerNorm and module.weight is not None:
+        if len(module.normalized_shape) == 1:
+            return Fp8Input(module, largest=largest), source
+    elif type(module) is nn.GELU or (node.op == "call_function" and node.target in GELU):
+        told = getattr(module, "approximate", node.kwargs.get("approximate", "none"))
+        kind: Activation = "gelu_tanh" if told == "tanh" else "gelu"
+        return Fp8Input(activation=kind, largest=largest), source
+    return Fp8Input(largest=largest), node
+
+
+@contextmanager
+def watching(module: nn.Module) -> Iterator[dict[str, float]]:
+    """Record the largest input of each linear layer that can be converted, by name."""
+    largest: dict[str, float] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def note(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            if given[0].numel():
+                largest[name] = max(largest.get(name, 0.0), float(given[0].abs().amax()))
+
+        return note
+
+    layers = {name: each for name, each in find_layers(module).items() if fits(each)}
+    hooks = [each.register_forward_pre_hook(watch(name)) for name, each in layers.items()]
+    try:
+        yield largest
+    finally:
+        for hook in hooks:
+            hook.remove()

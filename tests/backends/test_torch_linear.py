@@ -1,0 +1,241 @@
+"""Linear layers of any model in FP8: which, with what scales, and how inputs are shared. The
+layers run in plain torch here; tests/gpu has the kernels."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from suites.backend import model_config
+
+from penstock.backends import backend
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.types import TensorSpec
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from linear_models import MLP, SHAPE, TRANSFORMER, made, write_module, write_onnx  # noqa: E402
+
+from penstock.backends import torch_linear  # noqa: E402
+from penstock.backends.torch_tracing import TraceInputs  # noqa: E402
+from penstock.kernels.fp8_linear import Fp8Input, Fp8Linear, fits  # noqa: E402
+
+ROWWISE = {"penstock.fp8": "rowwise", "penstock.dtype": "bf16"}
+
+
+def relative(found, wanted) -> float:
+    return float((found.detach().double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def rows(num: int = 3, seed: int = 1):
+    return torch.randn(num, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_linear, "has_fp8", lambda device: True)
+
+
+@pytest.mark.parametrize("source", [TRANSFORMER, TRANSFORMER.replace("IS_SHY = 0", "IS_SHY = 1")])
+@pytest.mark.parametrize("has_sample", [False, True])
+def test_every_layer_that_fits_is_converted(source, has_sample) -> None:
+    module = made(source)
+    with torch.no_grad():
+        wanted = module(rows())
+    names = [name for name, each in torch_linear.find_layers(module).items() if fits(each)]
+    assert len(names) == 12 and "head" not in names
+    sample = TraceInputs([torch.zeros(2, *SHAPE, dtype=torch.bfloat16)], {}, True)
+    model = torch_linear.to_fp8(
+        module.bfloat16(), dict.fromkeys(names), sample if has_sample else None
+    )
+    found = model.module(rows().bfloat16())
+    assert 0 < relative(found, wanted) < 0.08
+    facts = model.facts()
+    assert facts["fp8"] == "12 of 13 linear layers, each row by its own range"
+    is_traced = has_sample or "IS_SHY = 0" in source
+    # Layer norms before three layers and before one, and GELU, in each of two blocks.
+    assert model.num_shared == (6 if is_traced else 0)
+    assert facts["fp8_inputs"].startswith("6 shared" if is_traced else "quantised for each layer")
+    fused = [each for each in model.module.modules() if isinstance(each, Fp8Input) and each.norm]
+    assert len(fused) == (4 if is_traced else 0)
+
+
+def test_sharing_an_input_changes_nothing() -> None:
+    one, other = made(TRANSFORMER).bfloat16(), made(TRANSFORMER).bfloat16()
+    names = [name for name, each in torch_linear.find_layers(one).items() if fits(each)]
+    shared = torch_linear.to_fp8(one, dict.fromkeys(names)).module
+    for name in names:
+        other.set_submodule(name, Fp8Linear(other.get_submodule(name)))
+    x = rows().bfloat16()
+    # Norms round to BF16 in between only where they stand alone, which plain torch does for both.
+    assert torch.equal(shared(x), other(x))
+
+
+def test_an_input_that_others_read_is_not_taken_away() -> None:
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.one = torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            normed = self.norm(x)
+            return self.one(normed) + normed
+
+    torch.manual_seed(0)
+    module = Reads().eval().bfloat16()
+    x = torch.randn(4, 32).bfloat16()
+    wanted = module(x).detach()
+    model = torch_linear.to_fp8(module, {"one": None})
+    assert model.num_shared == 0
+    assert relative(model.module(x), wanted) < 0.05
+
+
+def test_calibrated_ranges_clip_what_is_beyond_them() -> None:
+    linear = torch.nn.Linear(32, 16).bfloat16()
+    x = torch.randn(5, 32).bfloat16()
+    wanted = linear(x).detach()
+    largest = float(x.abs().amax())
+    assert relative(Fp8Linear(linear, largest)(x), wanted) < 0.05
+    assert relative(Fp8Linear(linear, largest / 8)(x), wanted) > 0.2
+    assert relative(Fp8Linear(linear)(1000 * x), linear(1000 * x).detach()) < 0.05
+
+
+def test_a_layer_without_bias_and_an_empty_batch() -> None:
+    linear = torch.nn.Linear(32, 16, bias=False).bfloat16()
+    x = torch.randn(2, 3, 32).bfloat16()
+    assert relative(Fp8Linear(linear)(x), linear(x).detach()) < 0.05
+    assert Fp8Linear(linear)(x[:0]).shape == (0, 3, 16)
+
+
+def test_layers_whose_weights_are_read_by_others_stay() -> None:
+    module = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    assert torch_linear.find_layers(torch.nn.ModuleList([module])) == {}
+    assert torch_linear.find_layers(torch.nn.MultiheadAttention(32, 4)) == {}
+
+
+def test_a_layer_used_twice_stays_one() -> None:
+    shared = torch.nn.Linear(32, 32)
+    module = torch.nn.Sequential(shared, torch.nn.ReLU(), shared).eval().bfloat16()
+    x = torch.randn(3, 32).bfloat16()
+    wanted = module(x).detach()
+    model = torch_linear.to_fp8(module, dict.fromkeys(torch_linear.find_layers(module)))
+    assert relative(model.module(x), wanted) < 0.06
+
+
+@pytest.fixture(params=["module.py", "model.onnx"])
+def config(request, tmp_path: Path) -> ModelConfig:
+    write = write_module if request.param == "module.py" else write_onnx
+    path = write(tmp_path, TRANSFORMER)
+    specs = [TensorSpec("x", "FP32", SHAPE)], [TensorSpec("y", "FP32", (10,))]
+    return model_config("pytorch", path, *specs)
+
+
+def answer(config: ModelConfig, **options: str):
+    from penstock.backends import Batch
+
+    runner = backend("pytorch")(replace(config, options=options))
+    (found,) = runner.start(Batch({"x": rows().numpy()}, 3)).wait()
+    return torch.from_numpy(found["y"].copy()), runner.built()
+
+
+@pytest.mark.usefixtures("with_fp8")
+def test_modules_and_onnx_files_are_served_in_fp8(config: ModelConfig) -> None:
+    wanted, _ = answer(config)
+    found, built = answer(config, **ROWWISE)
+    assert 0 < relative(found, wanted) < 0.08
+    assert built["fp8"] == "12 of 13 linear layers, each row by its own range"
+    assert built["fp8_inputs"] == "6 shared or fused"
+    assert "is no NVIDIA GPU" in built["products"]
+
+
+@pytest.mark.usefixtures("with_fp8")
+def test_ranges_come_from_a_file(config: ModelConfig) -> None:
+    from penstock.backends.pytorch import load_module
+
+    loaded = load_module(config)
+    with torch_linear.watching(loaded.module) as ranges, torch.no_grad():
+        loaded.call({"x": rows()})
+    loaded.close()
+    assert len(ranges) == 12
+    fewer = dict(list(ranges.items())[:5])
+    (Path(config.artifact).parent / "fp8.json").write_text(json.dumps(fewer))
+    wanted, _ = answer(config)
+    found, built = answer(config, **ROWWISE | {"penstock.fp8": "fp8.json"})
+    assert built["fp8"] == "5 of 13 linear layers"
+    assert 0 < relative(found, wanted) < 0.08
+
+
+@pytest.mark.usefixtures("with_fp8")
+def test_layers_are_kept_by_name(config: ModelConfig) -> None:
+    from penstock.backends.pytorch import load_module
+
+    loaded = load_module(config)
+    names = list(torch_linear.find_layers(loaded.module))
+    loaded.close()
+    _, built = answer(config, **ROWWISE, **{"penstock.fp8_keep": ",".join(names[:4])})
+    assert built["fp8"].startswith("8 of 13")
+
+
+@pytest.mark.usefixtures("with_fp8")
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"penstock.fp8_keep": "nowhere"}, "no linear layer 'nowhere'"),
+        ({"penstock.dtype": "fp32"}, "expected penstock.dtype bf16 or fp16"),
+        ({"penstock.fp8": "none.json"}, "none.json: cannot be read"),
+        ({"penstock.fp8": "../none.json"}, "not a file of the version's folder"),
+        ({"penstock.compile": "default"}, "not together with penstock.compile"),
+    ],
+)
+def test_what_is_wrong_is_said(config: ModelConfig, options, problem) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        answer(config, **ROWWISE | options)
+
+
+def test_a_device_without_fp8_is_refused(config: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match="'cpu' does not multiply in FP8"):
+        answer(config, **ROWWISE)
+    with pytest.raises(ConfigError, match="only with penstock.fp8"):
+        answer(config, **{"penstock.fp8_keep": "head"})
+
+
+@pytest.mark.usefixtures("with_fp8")
+def test_a_model_without_such_layers_is_refused(tmp_path: Path) -> None:
+    path = write_module(tmp_path, MLP.replace("WIDTH = 64", "WIDTH = 50"))
+    specs = [TensorSpec("x", "FP32", (50,))], [TensorSpec("y", "FP32", (50,))]
+    with pytest.raises(ConfigError, match="no linear layer has sizes that are multiples of 16"):
+        answer(model_config("pytorch", path, *specs), **ROWWISE)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("int4", 0.25)])
+def test_modules_and_onnx_files_are_served_with_integer_weights(
+    config: ModelConfig, kind, most
+) -> None:
+    wanted, _ = answer(config)
+    found, built = answer(config, **{"penstock.weights": kind})
+    assert 0 < relative(found, wanted) < most
+    # Of two blocks the layers with four times the width.
+    num_bytes = int(built["weights"].split()[-2])
+    assert built["weights"].startswith(f"{kind}: 4 of 13 linear layers, ")
+    assert num_bytes < 4 * 64 * 256 * (1.2 if kind == "int8" else 0.7)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"penstock.weights": "int2"}, "'int2' is not one of int8, int4"),
+        ({"penstock.weights": "int8", "penstock.fp8": "rowwise"}, "not together with penstock.fp8"),
+    ],
+)
+def test_integer_weights_that_cannot_be(config: ModelConfig, options, problem) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        answer(config, **options)
+
+
+def test_small_layers_keep_their_weights(tmp_path: Path) -> None:
+    path = write_module(tmp_path, MLP)
+    specs = [TensorSpec("x", "FP32", (64,))], [TensorSpec("y", "FP32", (64,))]
+    with pytest.raises(ConfigError, match="no linear layer has 16384 weights"):
+        answer(model_config("pytorch", path, *specs), **{"penstock.weights": "int8"})
