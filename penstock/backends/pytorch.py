@@ -87,8 +87,8 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 }
 OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8")
 ONE_STREAM = (
-    "the kernels of penstock.fuse and penstock.pack share memory for partial sums, so their batches "
-    "run one after the other; expected 1"
+    "the kernels of penstock.fuse and penstock.pack share memory for partial sums, so their "
+    "batches run one after the other; expected 1"
 )
 ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
 # Advice of Inductor to use TF32, which is a separate option here because it changes answers.

@@ -29,6 +29,8 @@ from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.facts import Facts
 from penstock.processes import framing
 from penstock.processes.start import begin_life
+from penstock.profiling import gpu_timeline, torch_times
+from penstock.profiling.results import StepTime
 from penstock.serving.executor import checked
 from penstock.serving.proof import prove
 from penstock.serving.warmups import warm_up_all
@@ -81,6 +83,12 @@ class Measure(msgspec.Struct, tag="measure"):
     num_slots: int = 0
 
 
+class WatchBatch(msgspec.Struct, tag="watch"):
+    """Run the held batch under the profiler of the GPU. Later measurements need a new process."""
+
+    num_runs: int
+
+
 class Keep(msgspec.Struct, tag="keep"):
     """Run all batch sizes once, and write compiled code and kernel choices to this folder."""
 
@@ -94,7 +102,9 @@ class Package(msgspec.Struct, tag="package"):
     path: str
 
 
-Question = PrepareTrial | LoadTrial | Inspect | Compute | Hold | Measure | Keep | Package
+Question = (
+    PrepareTrial | LoadTrial | Inspect | Compute | Hold | Measure | WatchBatch | Keep | Package
+)
 
 
 class TrialDone(msgspec.Struct, tag="done"):
@@ -120,6 +130,14 @@ class TrialMeasured(msgspec.Struct, tag="measured"):
     seconds: list[float]
     # Growth of the process since before the model was loaded; on a GPU, the memory used there.
     memory_bytes: int
+    # Share of the time in which a batch was computed; None: the runner does not say.
+    busy: float | None = None
+
+
+class BatchWatched(msgspec.Struct, tag="watched"):
+    """None: the profiler told of no kernel."""
+
+    time: StepTime | None
 
 
 class Kept(msgspec.Struct, tag="kept"):
@@ -131,7 +149,16 @@ class TrialFailed(msgspec.Struct, tag="failed"):
     is_config: bool = False
 
 
-Answer = TrialDone | TrialLoaded | Inspected | Computed | TrialMeasured | Kept | TrialFailed
+Answer = (
+    TrialDone
+    | TrialLoaded
+    | Inspected
+    | Computed
+    | TrialMeasured
+    | BatchWatched
+    | Kept
+    | TrialFailed
+)
 
 
 class Trial:
@@ -184,6 +211,7 @@ class Trial:
     def measure(self, question: Measure) -> TrialMeasured:
         assert self._batch is not None, "nothing is held"
         seconds: list[float] = []
+        computed_s = 0.0
         began = now = time.perf_counter()
         # As many batches in flight as instances: each takes the time between two completions, times
         # the number that share the device.
@@ -193,13 +221,21 @@ class Trial:
         min_runs = MIN_RUNS
         while now - began < question.duration_s or len(seconds) < min_runs:
             begun.append(self._runner.start(self._batch))
-            _only(begun.popleft())
+            _only(first := begun.popleft())
+            computed_s += getattr(first, "compute_s", 0.0)
             before, now = now, time.perf_counter()
             seconds.append(num_slots * (now - before))
             min_runs = MIN_LONG_RUNS if seconds[0] > LONG_RUN_S else MIN_RUNS
+        busy = computed_s / (now - began)
         while begun:
             _only(begun.popleft())
-        return TrialMeasured(seconds, self._memory_bytes)
+        return TrialMeasured(seconds, self._memory_bytes, min(1.0, busy) if computed_s else None)
+
+    def watch(self, question: WatchBatch) -> StepTime | None:
+        batch = self._batch
+        assert batch is not None, "nothing is held"
+        gpu = torch_times.gpu_time(lambda: self._run(batch), question.num_runs)
+        return None if gpu is None else gpu_timeline.step_time(gpu, batch.num_rows)
 
     @property
     def _memory_bytes(self) -> int:
@@ -303,6 +339,8 @@ class Child:
                 return TrialDone()
             case Compute():
                 return Computed(self.trial.compute(question))
+            case WatchBatch():
+                return BatchWatched(self.trial.watch(question))
             case Keep():
                 return Kept(self.trial.keep(question.folder))
             case Measure():
