@@ -35,7 +35,7 @@ from penstock.backends.torch_cuda import (
     Pipeline,
     Priority,
     alias,
-    is_watched,
+    has_ranges,
     open_device,
     to_array,
 )
@@ -466,7 +466,7 @@ def _options(config: ModelConfig) -> Options:
         is_packed=bool(given["pack"]),
         stream_priority=given["stream_priority"] or "normal",  # type: ignore[arg-type]
         num_streams=int(given["streams"] or 1) if not problems else 1,
-        has_ranges=given["nvtx"] == "on" or (given["nvtx"] != "off" and is_watched()),
+        has_ranges=has_ranges(given["nvtx"]),
     )
     if problems:
         raise ConfigError(problems)

@@ -160,9 +160,10 @@ def open_device(name: str) -> Cuda | None:
     return Cuda(name) if name.startswith("cuda") else None
 
 
-def is_watched() -> bool:
-    """Return whether a tool that shows NVTX ranges watches this process."""
-    return any(name in os.environ for name in WATCHERS)
+def has_ranges(option: str) -> bool:
+    """Return whether batches show as NVTX ranges: if that is `on`, or not `off` and a tool that
+    shows them watches this process."""
+    return option == "on" or (option != "off" and any(name in os.environ for name in WATCHERS))
 
 
 class Arena:

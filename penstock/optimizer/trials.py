@@ -21,7 +21,7 @@ from penstock.backends.gpu_memory import tells_of_no_memory
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import trial_child as messages
-from penstock.optimizer.batch_growth import BatchGrowth
+from penstock.optimizer.batch_growth import LARGEST, BatchGrowth
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
@@ -32,7 +32,7 @@ from penstock.processes.tool import ToolProcess
 from penstock.profiling.results import StepTime
 from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
-from penstock.types import Array
+from penstock.types import Array, TensorSpec
 from penstock.wire.frames import Proof
 from penstock.wire.v2_client import Values
 
@@ -52,6 +52,8 @@ LARGEST_RUNG = 32
 # Larger ones are tried as long as rows get cheaper (`batch_growth`).
 LARGEST_ON_GPU = 256
 MORE_ON_GPU = (32, 128)
+# Inputs of one batch that are sent to a child, where it grows beyond that.
+MAX_HELD_BYTES = 256 << 20
 # Batches that would take longer are not run unless requested: their times are extrapolated.
 MAX_BATCH_S = 1.0
 # Batches under the profiler.
@@ -386,7 +388,7 @@ class TrialCrew:
         lengths = [0] * len(rows)
         if self.children[0].is_padded:
             rows, lengths = _filled(self.config, rows, [length] * len(rows))
-        growth = self._growth()
+        growth = self._growth(rows[0])
         while (rung := growth.next()) is not None:
             found = growth.seconds
             if found and would_take_s(found, rung, is_on_gpu=self.is_on_gpu) > self.longest_s:
@@ -424,7 +426,7 @@ class TrialCrew:
     def is_on_gpu(self) -> bool:
         return self.config.device != CPU
 
-    def _growth(self) -> BatchGrowth:
+    def _growth(self, row: Row) -> BatchGrowth:
         if not self.children[0].may_batch:
             return BatchGrowth([1], 1)
         configured, accepted = self.config.max_batch_size, self.children[0].rules.max_rows
@@ -432,8 +434,13 @@ class TrialCrew:
         most = min(configured if self.is_hurt else most, accepted or most)
         more = MORE_ON_GPU if self.is_on_gpu else ()
         planned = {1, *(min(each, most) for each in (RUNG, configured, most, *more))}
-        may_grow = self.is_on_gpu and not self.is_hurt
-        return BatchGrowth(sorted(planned), accepted if may_grow else most)
+        if self.is_on_gpu and not self.is_hurt:
+            num_bytes = sum(np.asarray(row[each.name]).nbytes for each in self._inputs(row))
+            most = max(most, min(accepted or LARGEST, MAX_HELD_BYTES // max(1, num_bytes)))
+        return BatchGrowth(sorted(planned), most)
+
+    def _inputs(self, row: Row) -> list[TensorSpec]:
+        return [spec for spec in self.config.inputs if spec.name in row]
 
     def _time(self, rows: Sequence[Row], lengths: Sequence[int], rung: int) -> float:
         for index, child in enumerate(self.children):

@@ -698,38 +698,35 @@ def test_bytes_are_refused_with_the_backend_that_has_them(tmp_path: Path) -> Non
 
 
 def sharing_config(tmp_path: Path, count: int, **options: str) -> ModelConfig:
+    tmp_path.mkdir(exist_ok=True)
     artifact = write_module(tmp_path, LINEAR, linear_weights())
     given = {f"penstock.{key}": text for key, text in options.items()}
     return replace(torch_config(artifact, options=given), num_instances=count)
 
 
-def made_on_gpu(config: ModelConfig):
-    """The runner of a GPU, with the module on the CPU."""
-    options = replace(pytorch._options(replace(config, device="cuda:0")), dtype=None)
-    return TorchRunner(config, options, pytorch._load_any(config, options))
+def made_on_gpu(config: ModelConfig, fusion: object = None, **options: object):
+    """The runner of a GPU that is none, with the module on the CPU."""
+    plain = {"is_channels_last": False, "has_cuda_graphs": False}
+    asked = pytorch.Options(1, 1, "", None, "factory", **plain, **options)
+    module = torch.nn.Linear(3, 2).eval()
+    return TorchRunner(config, asked, pytorch.LoadedModule(module, ("x",), (), fusion=fusion))
 
 
 @pytest.mark.parametrize(("count", "num_streams"), [(1, 1), (2, 2), (4, 3)])
 def test_a_model_has_its_priority_and_at_most_one_stream_per_instance(
     tmp_path, fake_gpu, count, num_streams
 ):
-    config = sharing_config(tmp_path, count, stream_priority="high", streams="3")
-    runner = made_on_gpu(config)
+    config = sharing_config(tmp_path, count)
+    runner = made_on_gpu(config, stream_priority="high", num_streams=3)
     assert (fake_gpu.priority, fake_gpu.num_streams) == ("high", num_streams)
     assert runner.built()["stream_priority"] == "high"
     assert runner.pipeline.num_streams == num_streams
 
 
-@pytest.mark.parametrize(
-    ("option", "is_watched", "label"),
-    [("on", False, "m"), ("off", True, ""), ("", True, "m"), ("", False, "")],
-)
-def test_ranges_are_there_if_asked_for_or_if_somebody_watches(
-    tmp_path, fake_gpu, monkeypatch, option, is_watched, label
-):
-    monkeypatch.setattr("penstock.backends.pytorch.is_watched", lambda: is_watched)
-    config = sharing_config(tmp_path, 1, **({"nvtx": option} if option else {}))
-    assert made_on_gpu(config).pipeline.label == (label and config.name)
+@pytest.mark.parametrize(("has_ranges", "label"), [(True, "resnet"), (False, "")])
+def test_ranges_have_the_name_of_the_model(tmp_path, fake_gpu, has_ranges, label):
+    config = replace(sharing_config(tmp_path, 1), name="resnet")
+    assert made_on_gpu(config, has_ranges=has_ranges).pipeline.label == label
 
 
 @pytest.mark.parametrize(
@@ -754,14 +751,10 @@ def test_what_is_accepted_is_said(tmp_path: Path, option: str, text: str, expect
 
 
 def test_kernels_that_share_memory_have_one_stream(tmp_path, fake_gpu):
-    options = {"penstock.streams": "2", "penstock.fuse": "convolutions"}
-    artifact = write_module(tmp_path, LINEAR, linear_weights())
-    config = replace(torch_config(artifact, options=options), num_instances=2)
-    made = replace(pytorch._options(replace(config, device="cuda:0")), is_fused=False)
-    loaded = pytorch._load_any(config, made)
-    chosen = SimpleNamespace(facts=dict, settle=lambda: None)
+    fusion = SimpleNamespace(facts=dict, settle=lambda: None)
     with pytest.raises(ConfigError, match=r"penstock\.streams: the kernels of penstock\.fuse"):
-        TorchRunner(config, made, replace(loaded, fusion=chosen))
+        made_on_gpu(sharing_config(tmp_path, 2), fusion, num_streams=2)
+    made_on_gpu(sharing_config(tmp_path / "one", 1), fusion, num_streams=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from penstock.backends.torch_cuda import (
     Arena,
     Pipeline,
     alias,
-    is_watched,
+    has_ranges,
     open_device,
 )
 
@@ -135,13 +135,13 @@ class TestPipeline:
         assert "nvtx" not in running.facts()
 
 
-@pytest.mark.parametrize("name", ["NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"])
-def test_a_profiler_is_seen(monkeypatch, name):
+@pytest.mark.parametrize("name", WATCHERS)
+def test_ranges_are_there_if_asked_for_or_if_somebody_watches(monkeypatch, name):
     for each in WATCHERS:
         monkeypatch.delenv(each, raising=False)
-    assert not is_watched()
+    assert [has_ranges(option) for option in ("on", "off", "")] == [True, False, False]
     monkeypatch.setenv(name, "1")
-    assert is_watched()
+    assert [has_ranges(option) for option in ("on", "off", "")] == [True, False, True]
 
 
 class TestGraphs:

@@ -156,6 +156,12 @@ class TestOutOfMemory:
         self.table(child, max_batch=16)
         assert max(child.tried) == 48
 
+    def test_large_rows_are_not_sent_by_the_thousand(self, monkeypatch):
+        monkeypatch.setattr(trials, "MAX_HELD_BYTES", 16 * 600)  # A row has 16 bytes.
+        child = SmallGpu(fits=10_000)
+        self.table(child)
+        assert child.tried == [1, 8, 32, 128, 256, 512, 600]
+
     def test_how_busy_the_gpu_is_comes_with_it(self):
         assert self.table(SmallGpu(fits=100)).busy == 0.5
 
