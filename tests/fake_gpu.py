@@ -53,25 +53,42 @@ class FakeGpu:
         # What the next captures end with.
         self.capture_errors: list[Exception] = []
         self.was_lost = False
+        self.priority = "normal"
+        self.num_streams = 1
+        # Texts of the ranges that are entered, with how deep each is in others.
+        self.notes: list[tuple[int, str]] = []
+        self._depth = 0
         self._lane: Lane | None = None
         self._num_marks = 0
 
+    def arrange(self, priority: str, num_streams: int) -> None:
+        self.priority, self.num_streams = priority, num_streams
+
     @contextlib.contextmanager
-    def lane(self, lane: Lane):
+    def lane(self, lane: Lane, number: int = 0):
         assert self._lane is None, "one lane at a time"
         self._lane = lane
-        self.did.append(lane)
+        self.did.append(named(lane, number))
         try:
             yield
         finally:
             self._lane = None
 
-    def mark(self, lane: Lane) -> FakeMark:
+    @contextlib.contextmanager
+    def note(self, text: str):
+        self.notes.append((self._depth, text))
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def mark(self, lane: Lane, number: int = 0) -> FakeMark:
         self._num_marks += 1
         return FakeMark(self, self._num_marks)
 
-    def follow(self, lane: Lane, mark: FakeMark) -> None:
-        self.did.append(f"{lane} after {mark.at}")
+    def follow(self, lane: Lane, mark: FakeMark, number: int = 0) -> None:
+        self.did.append(f"{named(lane, number)} after {mark.at}")
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         self.allocated.append(num_bytes)
@@ -93,7 +110,7 @@ class FakeGpu:
     def is_lost(self) -> bool:
         return self.was_lost
 
-    def capture(self, run):
+    def capture(self, run, number: int = 0):
         if not self.may_capture:
             raise RuntimeError("operation not permitted when stream is capturing")
         if self.capture_errors:
@@ -101,3 +118,7 @@ class FakeGpu:
         self.num_captures += 1
         graph = FakeGraph(self, run)
         return graph, graph.outputs
+
+
+def named(lane: Lane, number: int) -> str:
+    return f"{lane} {number}" if number else lane

@@ -16,7 +16,8 @@ SOURCE = r"""
 #include <string.h>
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned gpu, memory; } Rates;
-static char cells[NUM_GPUS + 1];
+static char cells[NUM_GPUS + NUM_SLICES + 1];
+static const char *slices[] = {"MIG-eeee-0", "MIG-eeee-1", "MIG-eeee-2"};
 static const char *uuids[] = {"GPU-aaaa-0000", "GPU-bbbb-1111", "GPU-bbcc-2222", "GPU-dddd-3333"};
 static unsigned long long millijoules = 5000;
 static int is_open = 0;
@@ -34,14 +35,31 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
   return 0;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+  for (int n = 0; n < NUM_SLICES; n++)
+    if (!strcmp(uuid, slices[n])) { *handle = &cells[NUM_GPUS + n]; return 0; }
   if (strcmp(uuid, "MIG-1")) return 6;
   *handle = &cells[0];
   return 0;
 }
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned size) {
-  strncpy(text, uuids[number(handle)], size);
+  int n = number(handle);
+  strncpy(text, n < NUM_GPUS ? uuids[n] : slices[n - NUM_GPUS], size);
   return 0;
 }
+#if NUM_SLICES
+/* GPU 0 is in MIG mode; the first place for a slice is empty. */
+int nvmlDeviceGetMigMode(void *handle, unsigned *now, unsigned *later) {
+  if (number(handle) >= NUM_GPUS) return 3;
+  *now = *later = number(handle) == 0;
+  return 0;
+}
+int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *count) { *count = 7; return 0; }
+int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **slice) {
+  if (index < 1 || index > NUM_SLICES) return 6;
+  *slice = &cells[NUM_GPUS + index - 1];
+  return 0;
+}
+#endif
 int nvmlDeviceGetName(void *handle, char *text, unsigned size) {
   strncpy(text, "Made Up 16", size);
   return 0;
@@ -80,13 +98,14 @@ int nvmlDeviceGetClockInfo(void *handle, int kind, unsigned *mhz) {
 """
 
 
-def build(folder: Path, num_gpus: int = 2) -> Path:
-    """The library in `folder`; skips where there is no C compiler."""
+def build(folder: Path, num_gpus: int = 2, num_slices: int = 0) -> Path:
+    """The library in `folder`; skips where there is no C compiler. With slices, GPU 0 is in MIG
+    mode."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler")
     source, library = folder / "nvml.c", folder / NAME
     source.write_text(SOURCE)
-    define = f"-DNUM_GPUS={num_gpus}"
-    subprocess.run([compiler, "-shared", "-fPIC", define, "-o", library, source], check=True)
+    defines = [f"-DNUM_GPUS={num_gpus}", f"-DNUM_SLICES={num_slices}"]
+    subprocess.run([compiler, "-shared", "-fPIC", *defines, "-o", library, source], check=True)
     return library

@@ -53,7 +53,9 @@ def inspect(model: str) -> InspectResult:
     for config in found.configs:
         notes = list(layout.about(found.folders[config.name], config))
         if config.uses_gpu:
-            notes.append(f"instances: {placement.describe_placement(config, devices.read_gpus())}")
+            gpus = devices.read_gpus()
+            notes.append(f"instances: {placement.describe_placement(config, gpus)}")
+            notes += [f"MPS: {devices.mps()}"] if gpus else []
         artifact, text = os.path.relpath(config.artifact), pbtxt.describe(config)
         one = InspectedModel(config.name, config.version, artifact, tuple(notes), text)
         models.append(one)

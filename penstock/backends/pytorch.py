@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import os
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,15 @@ from penstock.backends import (
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
-from penstock.backends.torch_cuda import Pipeline, alias, open_device, to_array
+from penstock.backends.torch_cuda import (
+    PRIORITIES,
+    Pipeline,
+    Priority,
+    alias,
+    has_ranges,
+    open_device,
+    to_array,
+)
 from penstock.backends.torch_fusion import EVERYTHING, WHAT, Fusion, fuse, open_tuner
 from penstock.backends.torch_int8 import quantised_inputs
 from penstock.backends.torch_linear import LinearModel
@@ -55,6 +64,7 @@ from penstock.kernels.convolution import Tuner
 from penstock.kernels.gemm import joined
 from penstock.repository import manifest, onnx_file, pt2_file
 from penstock.repository.signature import Signature
+from penstock.system import devices
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.units import quoted
 
@@ -75,6 +85,8 @@ OF_LAYERS = (
 # Compile modes that also turn on CUDA graphs.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune", REGIONAL)
 TF32 = "tf32"
+# Most compute streams of one worker; each has its own CUDA graphs.
+MAX_STREAMS = 8
 # A module is packed on the GPU if this many times its weights are free: for itself and for the
 # merged layers.
 PACKING_ROOM = 3
@@ -94,8 +106,15 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "penstock.cuda_graphs": ("", "on", "off"),
     "penstock.pack": ("", torch_packing.TOKENS),
     "penstock.weights": ("", *torch_linear.WEIGHTS),
+    "penstock.stream_priority": ("", *PRIORITIES),
+    "penstock.streams": ("", *map(str, range(1, MAX_STREAMS + 1))),
+    "penstock.nvtx": ("", "on", "off"),
 }
 OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8", "penstock.fp8_keep", "penstock.keep_fp32")
+ONE_STREAM = (
+    "the kernels of penstock.fuse and penstock.pack share memory for partial sums, so their "
+    "batches run one after the other; expected 1"
+)
 ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
 # Advice of Inductor to use TF32, which is a separate option here because it changes answers.
 ADVICE = "TensorFloat32 tensor cores"
@@ -117,6 +136,9 @@ class Options:
     is_packed: bool = False
     # Layers that are not cast.
     keep: frozenset[str] = frozenset()
+    stream_priority: Priority = "normal"
+    num_streams: int = 1
+    has_ranges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +195,21 @@ class TorchRunner(Runner):
             self._rungs = sorted({*self._rungs[::2], *self._rungs[-1:]})
         # Pipeline to a GPU; None on a CPU.
         self.pipeline: Pipeline | None = None
+        num_streams = min(options.num_streams, config.num_instances)
+        if num_streams > 1 and self._choosers:
+            raise ConfigError(f"parameters.penstock.streams: {ONE_STREAM}")
         device = open_device(config.device)
         self.runs_ahead = device is not None
         if device is not None:
+            device.arrange(options.stream_priority, num_streams)
             self.pipeline = Pipeline(
                 device,
                 self._compute,
                 config.num_instances,
                 is_captured=options.has_cuda_graphs and _has_few_shapes(config),
                 has_empty_rows=self._packing is not None,
+                num_streams=num_streams,
+                label=config.name if options.has_ranges else "",
             )
         if options.compile_mode:
             self._compile()
@@ -212,6 +240,7 @@ class TorchRunner(Runner):
             built |= self.pipeline.facts()
         if self._device.type == "cuda":
             built["tf32"] = rounded()
+            built["mps"] = devices.mps()
             built[GPU_MEMORY] = str(torch.cuda.max_memory_reserved(self._device))
         if self._options.compile_mode:
             built["compiled_graphs"] = str(_num_graphs() - self._num_graphs_before)
@@ -431,6 +460,10 @@ def _first_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
 def load(config: ModelConfig) -> TorchRunner:
     warn_unknown(config, ("intra_op_thread_count", "inter_op_thread_count"))
     options = _options(config)
+    if options.stream_priority == "low":
+        # Before the first call of CUDA: MPS reads it when a process becomes its client.
+        os.environ.setdefault(*devices.MPS_BELOW_NORMAL)
+    config = replace(config, device=devices.claim(config.device))
     _check_device(config)
     _set_threads(options)
     if config.device != CPU:
@@ -494,6 +527,9 @@ def _options(config: ModelConfig) -> Options:
         is_fused=bool(given["fuse"]),
         is_packed=bool(given["pack"]),
         keep=frozenset(torch_linear.names_in(given["keep_fp32"])),
+        stream_priority=given["stream_priority"] or "normal",  # type: ignore[arg-type]
+        num_streams=int(given["streams"] or 1) if not problems else 1,
+        has_ranges=has_ranges(given["nvtx"]),
     )
     if problems:
         raise ConfigError(problems)
@@ -517,6 +553,8 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "fuse", mode and given["fuse"], why
     why = "needs a GPU; the model runs on the CPU (instance_group kind)"
     yield "cuda_graphs", given["cuda_graphs"] == "on" and on_cpu, why
+    for key in ("stream_priority", "streams", "nvtx"):
+        yield key, given[key] and on_cpu, why
     is_packable = is_code or config.artifact.endswith(ONNX)
     yield "pack", pack and not is_packable, "only for module.py and ONNX files"
     for key in ("compile", "fuse"):

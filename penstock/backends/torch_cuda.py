@@ -3,8 +3,9 @@
 A batch takes a *slot*: device memory for its inputs and outputs, and pinned host memory for the
 answers. Copies and computation each have a stream (a *lane*), so one slot's batch is copied while
 another's is computed. Instances of a model on one GPU are slots of one worker, which share its
-weights. Recurring shapes are captured as CUDA graphs; what cannot be captured is reported. Only
-`Cuda` needs a device, so the rest is tested without one.
+weights. Several compute lanes run batches at the same time, for models whose kernels leave the GPU
+idle. Recurring shapes are captured as CUDA graphs; what cannot be captured is reported. Only `Cuda`
+needs a device, so the rest is tested without one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import ctypes
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,6 +31,13 @@ log = logging.getLogger("penstock.gpu")
 Tensors = Mapping[str, torch.Tensor]
 Compute = Callable[[Tensors], Tensors]
 Lane = Literal["in", "compute", "out"]
+Priority = Literal["high", "normal", "low"]
+# torch's numbers, lower is first. 0 is the lowest that CUDA has, so "normal" lies above it; torch
+# has four levels.
+PRIORITIES: Mapping[Priority, int] = {"high": -3, "normal": -1, "low": 0}
+FIRST = -3
+# Set by tools that read NVTX ranges: NVTX's own variable, and that of Nsight Systems.
+WATCHERS = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 # Alignment of tensors in an arena: kernels read whole vectors.
 ALIGNMENT = 256
 # Limit of graphs of one model; each holds memory.
@@ -37,6 +46,7 @@ MAX_GRAPHS = 256
 LOOK_EVERY = 256
 CUDA_SUCCESS = 0
 PORTABLE = 1
+NOT_WATCHED = contextlib.nullcontext()
 
 
 class Cuda:
@@ -46,28 +56,50 @@ class Cuda:
         self._device = torch.device(name)
         # The streams do not wait for the stream that prepared the weights.
         torch.cuda.synchronize(self._device)
-        self._streams: dict[Lane, torch.cuda.Stream] = {
-            "in": torch.cuda.Stream(self._device),
-            "compute": torch.cuda.Stream(self._device),
-            # Higher priority: a client waits for the output.
-            "out": torch.cuda.Stream(self._device, priority=-1),
-        }
-        # Graphs run one after the other, so they can share a memory pool.
-        self._pool = torch.cuda.graph_pool_handle()
+        self.arrange("normal", 1)
 
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
+    def arrange(self, priority: Priority, num_streams: int) -> None:
+        """Set the priority of the streams, and how many of them compute. Nothing runs yet."""
+        level = PRIORITIES[priority]
+
+        def stream(level: int) -> torch.cuda.Stream:
+            return torch.cuda.Stream(self._device, priority=level)
+
+        self._streams: dict[Lane, list[torch.cuda.Stream]] = {
+            "in": [stream(level)],
+            "compute": [stream(level) for _ in range(num_streams)],
+            # Higher priority: a client waits for the output.
+            "out": [stream(max(FIRST, level - 1))],
+        }
+        # Graphs of one stream run one after the other, so they can share a memory pool.
+        self._pools = [torch.cuda.graph_pool_handle() for _ in range(num_streams)]
+
+    @property
+    def priority(self) -> str:
+        """The priority of computation, read back from CUDA."""
+        level = self._streams["compute"][0].priority
+        named = {number: name for name, number in PRIORITIES.items()}
+        return named.get(level, str(level))
+
+    def lane(self, lane: Lane, number: int = 0) -> contextlib.AbstractContextManager[object]:
         """Enqueue work launched inside the context on this stream."""
-        entered: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._streams[lane])
+        stream = self._streams[lane][number]
+        entered: contextlib.AbstractContextManager[object] = torch.cuda.stream(stream)
         return entered
 
-    def mark(self, lane: Lane) -> torch.cuda.Event:
+    def mark(self, lane: Lane, number: int = 0) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._streams[lane])
+        event.record(self._streams[lane][number])
         return event
 
-    def follow(self, lane: Lane, mark: torch.cuda.Event) -> None:
+    def follow(self, lane: Lane, mark: torch.cuda.Event, number: int = 0) -> None:
         """Make the stream wait for the mark."""
-        self._streams[lane].wait_event(mark)
+        self._streams[lane][number].wait_event(mark)
+
+    def note(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """Show what is launched inside the context as a range in Nsight."""
+        entered: contextlib.AbstractContextManager[object] = torch.cuda.nvtx.range(text)
+        return entered
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -95,13 +127,15 @@ class Cuda:
             return True
         return False
 
-    def capture(self, run: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    def capture(
+        self, run: Callable[[], Tensors], number: int = 0
+    ) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         """Capture without torch.cuda.graph, which first returns all cached memory: that takes
         longer than everything else here, for each of a hundred graphs."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._streams["compute"]):
+        with torch.cuda.stream(self._streams["compute"][number]):
             # Other threads wait for events meanwhile, which would break a global capture.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(self._pools[number], capture_error_mode="thread_local")
             try:
                 outputs = run()
             finally:
@@ -124,6 +158,12 @@ class Cuda:
 def open_device(name: str) -> Cuda | None:
     """Return the GPU; None for the CPU, which needs no pipeline."""
     return Cuda(name) if name.startswith("cuda") else None
+
+
+def has_ranges(option: str) -> bool:
+    """Return whether batches show as NVTX ranges: if that is `on`, or not `off` and a tool that
+    shows them watches this process."""
+    return option == "on" or (option != "off" and any(name in os.environ for name in WATCHERS))
 
 
 class Arena:
@@ -174,14 +214,16 @@ class Running:
     answers: Mapping[str, Array]
     # Start of the H2D copy, its end, start and end of computation, end of the D2H copy.
     marks: tuple[torch.cuda.Event, ...]
-    # Seconds of the H2D and D2H copies, once it has ended.
+    # Seconds of the H2D copy, of computation and of the D2H copy, once it has ended.
     prepare_s: float = 0.0
+    compute_s: float = 0.0
     finish_s: float = 0.0
 
     def wait(self) -> Iterable[Outputs]:
-        began, copied, _, computed, ended = self.marks
+        began, copied, begun, computed, ended = self.marks
         ended.synchronize()
         self.prepare_s = began.elapsed_time(copied) / 1e3
+        self.compute_s = begun.elapsed_time(computed) / 1e3
         self.finish_s = computed.elapsed_time(ended) / 1e3
         return (self.answers,)
 
@@ -196,11 +238,16 @@ class Pipeline:
     is_captured: bool
     # Padding rows are zeros instead of copies of the last row.
     has_empty_rows: bool = False
+    # Compute streams; slots take turns on them. Each has its own graphs.
+    num_streams: int = 1
+    # Name of the model in NVTX ranges; empty: there are none.
+    label: str = ""
     # Why shapes run without a graph, by shape.
     problems: dict[object, str] = field(default_factory=dict)
     # Shapes whose capture ran out of memory, and the batch number of the next try.
     postponed: dict[object, int] = field(default_factory=dict)
-    _graphs: dict[object, Graph] = field(default_factory=dict)
+    # By stream and shapes.
+    _graphs: dict[tuple[int, object], Graph] = field(default_factory=dict)
     _slots: list[Slot] = field(default_factory=list)
     _turn: int = 0
     _is_pinned: bool | None = None
@@ -215,15 +262,16 @@ class Pipeline:
         """Launch a batch of `num_rows` rows from host memory, padded to `num_run` (None: no batch
         dimension, no padding). Computations that differ for the same shapes are variants, each with
         its own graphs. Out of memory, a batch is retried once, after unused memory is freed."""
-        slot = self._next_slot()
+        slot, stream = self._next_slot()
         try:
-            try:
-                running = self._start(slot, inputs, (num_rows, num_run), variant)
-            except RuntimeError as error:
-                if not self._is_no_memory(error):
-                    raise
-                self._shrink()
-                running = self._start(slot, inputs, (num_rows, num_run), variant)
+            with self._range(f"batch of {num_run} on slot {self._turn % self.num_slots}"):
+                try:
+                    running = self._start(slot, stream, inputs, (num_rows, num_run), variant)
+                except RuntimeError as error:
+                    if not self._is_no_memory(error):
+                        raise
+                    self._shrink()
+                    running = self._start(slot, stream, inputs, (num_rows, num_run), variant)
         except BaseException:
             # The slot is free again; the next one may still be in use.
             self._turn -= 1
@@ -255,28 +303,37 @@ class Pipeline:
         self.num_shrinks += 1
         self.device.shrink()
 
+    def _range(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """Return a range for Nsight; ranges cost some microseconds, so most models have none."""
+        return self.device.note(f"{self.label}: {text}") if self.label else NOT_WATCHED
+
     def _start(
-        self, slot: Slot, inputs: Tensors, counts: tuple[int | None, int], variant: int
+        self,
+        slot: Slot,
+        stream: int,
+        inputs: Tensors,
+        counts: tuple[int | None, int],
+        variant: int,
     ) -> Running:
         num_rows, num_run = counts
         device = self.device
         began = device.mark("in")
-        with device.lane("in"):
+        with device.lane("in"), self._range("copy in"):
             there = self._copy_in(slot, inputs, num_rows, num_run)
         copied = device.mark("in")
-        device.follow("compute", copied)
-        begun = device.mark("compute")
-        with device.lane("compute"):
-            values = self._run(there, variant)
+        device.follow("compute", copied, stream)
+        begun = device.mark("compute", stream)
+        with device.lane("compute", stream), self._range("compute"):
+            values = self._run(there, variant, stream)
             if num_rows is not None:
                 values = {name: each[:num_rows] for name, each in values.items()}
             # Copy: the next batch overwrites the outputs before they are copied to the host.
             kept = slot.outputs.take(_forms(values))
             for name, each in values.items():
                 kept[name].copy_(each)
-        computed = device.mark("compute")
+        computed = device.mark("compute", stream)
         device.follow("out", computed)
-        with device.lane("out"):
+        with device.lane("out"), self._range("copy out"):
             answers = slot.answers.take(_forms(values))
             for name, each in kept.items():
                 answers[name].copy_(each, non_blocking=True)
@@ -287,16 +344,21 @@ class Pipeline:
     def run(self, inputs: Tensors, variant: int = 0) -> Tensors:
         """Run inputs on the device, without waiting; outputs are valid until the next batch."""
         with self.device.lane("compute"):
-            return self._run(inputs, variant)
+            return self._run(inputs, variant, 0)
 
     def pin(self, memory: memoryview) -> None:
         self._is_pinned = self.device.pin(memory)
 
     def facts(self) -> dict[str, str]:
-        facts = {"slots": str(self.num_slots)}
+        facts = {"slots": str(self.num_slots), "stream_priority": self.device.priority}
+        if self.num_streams > 1:
+            facts["streams"] = str(self.num_streams)
+        if self.label:
+            facts["nvtx"] = self.label
         if self._is_pinned is not None:
             facts["copies"] = "from shared memory" if self._is_pinned else "by way of pinned memory"
-        facts["cuda_graphs"] = str(len(self._graphs)) if self.is_captured else "off"
+        num_graphs = len({shapes for _, shapes in self._graphs})
+        facts["cuda_graphs"] = str(num_graphs) if self.is_captured else "off"
         if self.num_shrinks:
             facts["memory_given_back"] = f"{self.num_shrinks} times"
         if self.problems:
@@ -306,12 +368,14 @@ class Pipeline:
             facts["cuda_graphs_postponed"] = f"{len(self.postponed)} shapes: no memory"
         return facts
 
-    def _next_slot(self) -> Slot:
+    def _next_slot(self) -> tuple[Slot, int]:
+        """Return the next slot and its compute stream."""
         if not self._slots:
             places = self.device.empty, self.device.pinned
             self._slots = [Slot(*map(Arena, places * 2)) for _ in range(self.num_slots)]
         self._turn += 1
-        return self._slots[self._turn % self.num_slots]
+        place = self._turn % self.num_slots
+        return self._slots[place], place % self.num_streams
 
     def _copy_in(self, slot: Slot, inputs: Tensors, num_rows: int | None, num_run: int) -> Tensors:
         if num_rows is None or num_rows == num_run:
@@ -335,20 +399,21 @@ class Pipeline:
             staged[name].copy_(each)
         return staged
 
-    def _run(self, inputs: Tensors, variant: int) -> Tensors:
+    def _run(self, inputs: Tensors, variant: int, stream: int) -> Tensors:
         if not self.is_captured:
             return self.compute(inputs)
         shapes = variant, *((name, tuple(each.shape)) for name, each in inputs.items())
-        graph = self._graphs.get(shapes)
+        graph = self._graphs.get((stream, shapes))
         if graph is None:
-            return self._capture(shapes, inputs)
+            return self._capture(shapes, inputs, stream)
         for name, each in inputs.items():
             graph.inputs[name].copy_(each)
         graph.replayable.replay()
         return graph.outputs
 
-    def _capture(self, shapes: object, inputs: Tensors) -> Tensors:
-        """Run without a graph, which initialises libraries, then capture for the next batch."""
+    def _capture(self, shapes: object, inputs: Tensors, current: int) -> Tensors:
+        """Run without a graph, which initialises libraries, then capture for the next batch, on
+        every stream: a shape is warmed up once."""
         values = self.compute(inputs)
         if shapes in self.problems or len(self._graphs) >= MAX_GRAPHS:
             return values
@@ -356,7 +421,12 @@ class Pipeline:
             return values
         self.postponed.pop(shapes, None)
         try:
-            self._graphs[shapes] = self._captured(inputs)
+            for stream in range(self.num_streams):
+                if (stream, shapes) not in self._graphs:
+                    # Copied, they could arrive after a first replay on another stream.
+                    copy = torch.clone if stream == current else torch.empty_like
+                    fixed = {name: copy(each) for name, each in inputs.items()}
+                    self._graphs[stream, shapes] = self._captured(fixed, stream)
         except Exception as error:  # Models and libraries raise many types.
             if self._is_no_memory(error):
                 self.postponed[shapes] = self._turn + LOOK_EVERY
@@ -364,16 +434,16 @@ class Pipeline:
                 self.problems[shapes] = first_line(error)
         return values
 
-    def _captured(self, inputs: Tensors) -> Graph:
-        """Capture a graph. That cannot use cached memory, so on failure free it and retry."""
-        fixed = {name: each.clone() for name, each in inputs.items()}
+    def _captured(self, fixed: Tensors, stream: int) -> Graph:
+        """Capture a graph on these inputs. That cannot use cached memory, so on failure free it and
+        retry."""
         try:
-            replayable, outputs = self.device.capture(lambda: self.compute(fixed))
+            replayable, outputs = self.device.capture(lambda: self.compute(fixed), stream)
         except Exception as error:
             if not self._is_no_memory(error):
                 raise
             self._shrink()
-            replayable, outputs = self.device.capture(lambda: self.compute(fixed))
+            replayable, outputs = self.device.capture(lambda: self.compute(fixed), stream)
         return Graph(replayable, fixed, outputs)
 
     def _is_no_memory(self, error: BaseException) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+
 from penstock.config import CPU
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm import messages
@@ -22,6 +24,7 @@ from penstock.llm.scheduler import Scheduler, StepLimits
 from penstock.processes.start import take_part
 from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
+from penstock.system import devices
 
 log = logging.getLogger("penstock.engine")
 # Warm-up prompts that show how long steps take, as shares of the largest step, and output tokens.
@@ -55,6 +58,7 @@ def start_engine(
 def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     """Return an engine that is ready, and facts about how it was built. File digests are checked
     while torch is imported, before the files are used."""
+    settings = msgspec.structs.replace(settings, device=devices.claim(settings.device))
     with ThreadPoolExecutor(1) as pool:
         folders = [Path(settings.manifest).parent] if settings.manifest else []
         checked = pool.map(check_digests, folders)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError
-from penstock.optimizer import outcomes
+from penstock.optimizer import goals, outcomes, time_plan
 from penstock.optimizer.answer_source import CHOICE
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
@@ -21,7 +21,7 @@ from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress import ProgressReporter
 from penstock.optimizer.results import Try
 from penstock.optimizer.run_context import RunContext
-from penstock.optimizer.shapes import arrangements, shapes, with_instances
+from penstock.optimizer.shapes import arrangements, further, shapes, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import OutOfTime, TimeBudget
 from penstock.slo import Memory
@@ -71,6 +71,31 @@ class Attempts:
         contender.shapes = self._within_memory(contender)
         return contender
 
+    def refine(self, contender: Contender) -> None:
+        """Time more instances of the best contender on a GPU, as long as each step is predicted to
+        raise the rate; and search for queue delays and preferred sizes of batches."""
+        run, budget = self.evaluator.run, self.budget
+        config, num_cores = contender.build.config, run.machine.num_cores
+        self.progress.begin(contender.candidate)
+        contender.shapes = self._within_memory(contender, is_thorough=True)
+        while (pair := further(config, contender.times, num_cores)) is not None:
+            step = Step("instances", {"instances": str(pair[0]), "threads": str(pair[1])})
+            if not budget.has_search_time(budget.step_s):
+                reason = "out of time before it was tried"
+                self.findings.skipped.append(Skip("instances", reason, step, cut_by="time"))
+                return
+            before = contender.rate
+            try:
+                contender.times[pair] = self.evaluator.measurements.times(contender.build, *pair)
+            except PenstockError as error:
+                self.findings.skipped.append(Skip("instances", str(error), step))
+                return
+            contender.shapes = self._within_memory(contender, is_thorough=True)
+            if not goals.is_better(contender.rate, before):
+                reason = f"{contender.speed_text} predicted, no more than with fewer instances"
+                self.findings.skipped.append(Skip("instances", reason, step))
+                return
+
     def _is_hopeless(self, contender: Contender) -> bool:
         """Compare with the best at the smallest number of instances."""
         if not self.findings.contenders or self.evaluator.run.plan.is_exhaustive:
@@ -81,10 +106,12 @@ class Attempts:
         alone = [rate for steps, rate in best if arrangement(steps)[0] == fewest]
         return contender.rate < HOPELESS * max(alone, default=0.0)
 
-    def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
+    def _within_memory(
+        self, contender: Contender, *, is_thorough: bool = False
+    ) -> list[tuple[tuple[Step, ...], float]]:
         """Return the shapes within the SLO's memory limit; all if none is known to fit."""
         slo = self.evaluator.run.plan.slo
-        found = shapes(pass_context(self.evaluator.run, contender))
+        found = shapes(pass_context(self.evaluator.run, contender), is_thorough=is_thorough)
         limits = [term.limit for term in slo.terms if isinstance(term, Memory)]
         if not limits:
             return found
@@ -218,6 +245,7 @@ class Attempts:
         record.reason = against
         if contender.is_ahead(best):
             record.outcome = "kept"
+            self.profile_step(record, contender)
         elif best.is_ahead(contender):
             record.outcome = "slower"
         else:
@@ -234,6 +262,19 @@ class Attempts:
             return refused
         self._fall_back(each, parent, refused, timed)
         return self.findings.tries[-1]
+
+    def profile_step(self, record: Try, contender: Contender) -> None:
+        """On a GPU, find out where the time of a kept step goes, at the batch size of its best
+        shape, if there is time. If this fails, only the report lacks a figure."""
+        config = contender.build.config
+        if not (config.uses_gpu and self.budget.has_search_time(time_plan.STEP_PROFILE_S)):
+            return
+        sizes = [
+            step.settings.get("max_batch") for steps, _ in contender.shapes[:1] for step in steps
+        ]
+        num_rows = next((int(size) for size in sizes if size), 1)
+        with contextlib.suppress(PenstockError):
+            record.step_time = self.evaluator.measurements.step_time(contender.build, num_rows)
 
     def _fall_back(self, each: Pass, parent: Contender, refused: Try, timed: Contender) -> None:
         """If it would be the fastest, keep some layers in float: those that regain the most

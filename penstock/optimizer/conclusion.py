@@ -19,6 +19,7 @@ from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.findings import Finalist, Findings
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS, Journal
+from penstock.optimizer.next_options import Missed, next_options
 from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import ProgressReporter
@@ -312,11 +313,15 @@ class TensorConclusion(Conclusion):
         found.notes += self._notes(choice)
         if found.outcome != "kept" and found.after is not None:
             # Whether the machine has room for more instances than were timed.
-            config, times = choice.finalist.build.config, choice.finalist.contender.times
-            possible = shapes.arrangements(config, run.machine.num_cores)
+            contender, num_cores = choice.finalist.contender, run.machine.num_cores
+            config, times = choice.finalist.build.config, contender.times
+            possible = shapes.arrangements(config, num_cores)
             most = max([config.num_instances, *(number for number, _ in times)])
             has_room = max(number for number, _ in possible) > most
             found.binding = goals.binding(found.after, self.plan.slo, can_add_instances=has_room)
+            if found.outcome in ("missed", "refused"):
+                missed = Missed(found, self.findings, self.plan, contender, num_cores)
+                found.next_options = next_options(missed)
 
     def _notes(self, choice: FinalChoice) -> Iterator[str]:
         for name, share in self._evaluator.data.clipped(choice.finalist.build).items():

@@ -69,7 +69,8 @@ def _missed(optimization: Optimization) -> tuple[str, list[str]]:
     head = f"SLO missed by {units.share(max(known), 1.0)}" if known else "SLO missed"
     terms = _terms(after, "missed") or _terms(after, "not measured")
     bottleneck = optimization.binding and f"bottleneck: {optimization.binding}"
-    return head, [terms, bottleneck, *details]
+    options = wording.next_options(optimization)
+    return head, [terms, bottleneck, *details, f"next: {options[0]}" if options else ""]
 
 
 def _refused(optimization: Optimization) -> tuple[str, list[str]]:

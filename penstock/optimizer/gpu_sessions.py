@@ -25,6 +25,7 @@ from penstock.optimizer.simulate import Row, TimeTable
 from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.trial_child import PrepareTrial, TrialDone
 from penstock.optimizer.trials import Told, TrialCrew, TrialLimits, TrialProcess
+from penstock.profiling.results import StepTime
 from penstock.system import devices
 from penstock.types import Array
 
@@ -116,11 +117,23 @@ class GpuSession:
             self._spare.settle()
             crew = TrialCrew(self._config, [child], longest_s, num_slots=pair[0])
             table = crew.table(rows, pair)
-            if crew.is_hurt:
+            if crew.is_hurt or crew.ran_out_at:
                 self.close()
             return table
 
         return self._ask(measured, rules)
+
+    def step_time(self, rows: Sequence[Row], num_rows: int) -> StepTime | None:
+        """Return where a batch of so many rows spends the GPU's time. A profiler has been in the
+        process then, so the session ends."""
+
+        def watched(child: TrialProcess) -> StepTime | None:
+            return TrialCrew(self._config, [child], math.inf).step_time(rows, num_rows)
+
+        try:
+            return self._ask(watched)
+        finally:
+            self.close()
 
     def close(self) -> None:
         child, self._child = self._child, None

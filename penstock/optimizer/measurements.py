@@ -16,11 +16,11 @@ from penstock.optimizer.results import ServedMeasurement
 from penstock.optimizer.run_context import Row, RunContext
 from penstock.optimizer.served import ServedBench
 from penstock.optimizer.served_figures import repriced
-from penstock.optimizer.shapes import num_free_cores
+from penstock.optimizer.shapes import ON_GPU, num_free_cores
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, MeasurementLimits
 from penstock.profiling.profiler import profile_build
-from penstock.profiling.results import Profile
+from penstock.profiling.results import Profile, StepTime
 from penstock.types import Array
 
 # Longest batch of slow models, whatever the SLO allows.
@@ -45,7 +45,10 @@ class Measurements:
         longest_s = trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
 
         def measure() -> TimeTable:
-            if not build.config.uses_gpu or num_workers(build.config, pair) > 1:
+            # A session has as many slots as every candidate is timed with.
+            num_each = num_instances // len(set(build.config.devices))
+            is_alone = num_workers(build.config, pair) == 1 and num_each <= ON_GPU[-1]
+            if not build.config.uses_gpu or not is_alone:
                 gpu.settle()
                 gpu.make_room(build.config)
                 return trials.times(build, run.rows, *pair, longest_s, rules)
@@ -68,6 +71,19 @@ class Measurements:
 
         self._run.tell("profile")
         return self._run.journal.remember("profile", build.candidate.key, Profile, measure)
+
+    def step_time(self, build: Build, num_rows: int) -> StepTime | None:
+        """Return where a batch spends the GPU's time; None on a CPU, or if no kernel was seen."""
+
+        def measure() -> StepTime | None:
+            session = self._gpu.session(build)
+            return None if session is None else session.step_time(self._run.rows, num_rows)
+
+        self._run.tell("profile of the step")
+        key = f"{build.candidate.key} {num_rows}"
+        kind: type[StepTime | None] = StepTime | None  # type: ignore[assignment]
+        passing = self._run.passing
+        return self._run.journal.remember("step time", key, kind, measure, passing=passing)
 
     def operator_seconds(self, build: Build) -> dict[str, float] | None:
         """Return the seconds of each operator; None if it cannot be profiled."""

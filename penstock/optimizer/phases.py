@@ -53,6 +53,7 @@ def _chain(found: Optimization) -> Iterator[tuple[str, Candidate]]:
 def _phase(found: Optimization, label: str, candidate: Candidate) -> Phase:
     served = _served(found, candidate)
     rate, is_predicted = _rate(found, candidate, served)
+    own = try_of(found.tries, candidate.model.key)
     return Phase(
         label=label,
         p99_s=math.nan if served is None else served.p99.value,
@@ -61,6 +62,7 @@ def _phase(found: Optimization, label: str, candidate: Candidate) -> Phase:
         cost_per_million=_cost(found, served, rate, is_predicted=is_predicted),
         is_measured=served is not None,
         is_rate_predicted=served is not None and is_predicted,
+        step_time=None if own is None else own.step_time,
     )
 
 

@@ -15,7 +15,7 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Conditions, Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.simulate import TimeTable
-from penstock.profiling.results import Profile
+from penstock.profiling.results import Profile, StepTime
 
 # kept: became the best so far; equal: no better than the best within the noise, and not simpler;
 # slower: measured, and behind; rejected: failed a gate; failed: could not be built or run; cut off:
@@ -149,6 +149,8 @@ class Try(msgspec.Struct):
     seconds: float = 0.0
     # Layers kept in float, with the accuracy regained and the time lost by each.
     fallback: list[FallbackLayer] = []
+    # Where a batch spends the GPU's time, for the original and steps that were kept on a GPU.
+    step_time: StepTime | None = None
 
     @property
     def refusal(self) -> Judgement | None:
@@ -186,10 +188,26 @@ class Phase(msgspec.Struct):
     is_measured: bool
     # The served run did not search for the highest rate: rate and cost are predicted.
     is_rate_predicted: bool = False
+    # Where a batch spends the GPU's time after this step; None: not on a GPU, or not profiled.
+    step_time: StepTime | None = None
 
     @property
     def is_rate_measured(self) -> bool:
         return self.is_measured and not self.is_rate_predicted
+
+
+class NextOption(msgspec.Struct):
+    """What could be done next about an SLO that was missed, the most promising first."""
+
+    # more GPUs, another precision, more time, smaller model, ...
+    name: str
+    text: str
+    # The rate that it would reach; None: unknown.
+    rate: float | None = None
+    # Whether that rate is the required one or more.
+    is_enough: bool = False
+    # From measured figures of that very option; False: modelled from others.
+    is_measured: bool = False
 
 
 class Optimization(msgspec.Struct):
@@ -228,6 +246,8 @@ class Optimization(msgspec.Struct):
     headline: str = ""
     # Bottleneck when the SLO is missed: "compute: 71 % of p99".
     binding: str = ""
+    # What to do next when it is missed.
+    next_options: list[NextOption] = []
     version: str = ""  # in the repository
     # Why no version was committed; empty: it was.
     uncommitted: str = ""

@@ -53,7 +53,7 @@ class Proposals:
         reasons why it proposes none."""
         if each.changes_answers and self.run.examples is None:
             return [], [Skip(each.name, NEEDS_DATA)]
-        is_adding = each.stage == "compile" and each.name != COMPILER
+        is_adding = each.stage == "compile" and not (each.name == COMPILER or each.starts_over)
         proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}
         skips: dict[str, Skip] = {}
         for parent in sorted(self.findings.contenders, key=_from_the_best):
@@ -95,6 +95,10 @@ class Proposals:
         if each.stage == "compile" or self.run.plan.is_exhaustive:
             return False
         return parent.rate < MIN_PARENT[each.stage] * self.findings.best.rate
+
+
+def _gpu_seconds(each: Pass) -> float:
+    return each.gpu_seconds or time_plan.LONG_ON_GPU_S.get(each.name, 0.0)
 
 
 def _from_the_best(contender: Contender) -> tuple[float, float]:
@@ -172,17 +176,35 @@ class Search:
             if stage == "quantise":
                 self._profile()
             self.budget.stage = stage
-            for each in self._passes:
-                if each.stage == stage:
-                    self._run_pass(each)
-            if self._may_be_enough():
-                self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_final=False)
-                if self._is_enough():
+            passes = [each for each in self._passes if each.stage == stage]
+            if self._is_on_gpu:
+                # Stable: passes of equal cost keep their order.
+                passes.sort(key=_gpu_seconds)
+            for each in passes:
+                if each.name == COMPILER and self._is_on_gpu and self._ends_here():
                     return
+                self._run_pass(each)
+            if not self._is_followed_by_lossless(stage) and self._ends_here():
+                return
+        if self._is_on_gpu:
+            self.budget.stage = "instances"
+            self._attempts.refine(self.findings.best)
         self._rounds.measure_finalists(MAX_FINALISTS)
         self._rounds.measure(self.findings.overlooked(self._plan))
         self._rounds.note_skipped()
         self._rounds.try_memory()
+
+    def _ends_here(self) -> bool:
+        """Serve the best if they may be enough; return whether they are."""
+        if not self._may_be_enough():
+            return False
+        self._rounds.measure_finalists(NUM_SEMIFINALISTS, is_final=False)
+        return self._is_enough()
+
+    def _is_followed_by_lossless(self, stage: Stage) -> bool:
+        """Return whether the next stage has steps that lose nothing and take seconds: on a GPU they
+        come before servers, which take longer to start."""
+        return self._is_on_gpu and stage == "precision"
 
     # When to stop.
 
@@ -215,15 +237,18 @@ class Search:
         facts = self._evaluator.inspector.facts(original)
         contender = self._attempts.predict(original, facts, is_lossy=False)
         timed = budget.clock()
-        served = self._evaluator.measurements.serve([original])[0]
-        budget.learn_baseline(timed - began, budget.clock() - timed)
+        reason = "the original, as it would be served"
+        record = Try(original.candidate, "baseline", "kept", reason, facts=facts)
+        # While it is loaded.
+        self._attempts.profile_step(record, contender)
+        profiled = budget.clock()
+        record.served = served = self._evaluator.measurements.serve([original])[0]
+        budget.learn_baseline(timed - began, budget.clock() - profiled)
         findings.contenders.append(contender)
         findings.original = served
         findings.add_served(contender, original, served)
         self.progress.refresh()
-        reason = "the original, as it would be served"
-        record = Try(original.candidate, "baseline", "kept", reason, facts=facts, served=served)
-        record.seconds = budget.clock() - timed
+        record.seconds = budget.clock() - profiled
         note_times(record, contender)
         findings.tries.append(record)
 

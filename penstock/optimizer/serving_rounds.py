@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.backends.gpu_memory import tells_of_no_memory
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import outcomes
 from penstock.optimizer.attempts import pass_context
@@ -92,12 +93,29 @@ class ServingRounds:
                 for build in builds
                 if build.candidate.key not in findings.served
             ]
+            if smaller := self._halved(runners, error):
+                self._serve(smaller, search_s)
             return
         seconds = (budget.clock() - began) / len(runners)
         for (contender, build), served in zip(runners, servings, strict=True):
             findings.add_served(contender, build, served)
             self.progress.refresh()
             findings.note_served(build, served, seconds)
+
+    def _halved(
+        self, runners: Sequence[tuple[Contender, Build]], error: PenstockError
+    ) -> list[tuple[Contender, Build]]:
+        """Return a build whose server ran out of memory with half of its largest batch; empty if
+        that was not the reason, or there is no half or no time."""
+        if len(runners) > 1 or not tells_of_no_memory(str(error), None):
+            return []
+        [(contender, build)] = runners
+        steps = build.candidate.steps[len(contender.candidate.steps) :]
+        size = build.config.max_batch_size // 2
+        is_batched = any(step.settings.get("max_batch") for step in steps)
+        if not is_batched or not size or not self.budget.has_time(self.budget.estimates.serve_s()):
+            return []
+        return list(self._shaped([(contender, tuple(_within(step, size) for step in steps))]))
 
     def _shaped(self, chosen: Sequence[Shaped]) -> Iterator[tuple[Contender, Build]]:
         """Yield those not served so far; each is built when it is needed."""
@@ -160,3 +178,14 @@ class ServingRounds:
                 findings.tries.append(Try(candidate, "memory", *outcomes.outcome_of_error(error)))
                 continue
             self._serve([(contender, best.build), (contender, build)])
+
+
+def _within(step: Step, size: int) -> Step:
+    """Return a batching step with batches of at most this size; others as they are."""
+    if "max_batch" not in step.settings:
+        return step
+    settings = {**step.settings, "max_batch": str(size)}
+    sizes = [each for each in settings.pop("preferred", "").split(",") if each]
+    if kept := [each for each in sizes if int(each) <= size]:
+        settings["preferred"] = ",".join(kept)
+    return Step(step.pass_name, settings)

@@ -1,8 +1,8 @@
 """Serving shapes of a model: batching, instances and threads. Ranks those worth measuring by
 simulation from batch times. Pure.
 
-Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buckets`, `tokens`;
-`instances`, `threads`.
+Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buckets`, `tokens`, and
+in fixed mode `delay_us` and `preferred`; `instances`, `threads`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,28 @@ THREADS = {
     "openvino": "inference_num_threads",
     "pytorch": "intra_op_thread_count",
 }
-MAX_BATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# Instances per GPU. Two take turns, so that one copies while the other computes.
+MAX_BATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# Instances per GPU of every candidate. Two take turns, so that one copies while the other computes.
 ON_GPU = (1, 2)
+# More of the best one (`further`): a third, so that both copies overlap with computation; then
+# several streams with two instances each.
+MORE_ON_GPU = (3, 4, 8)
+PER_STREAM = 2
+STREAMS = "penstock.streams"
+# Options with kernels that run on one stream only.
+ONE_STREAM = ("penstock.fuse", "penstock.pack")
+# With two instances, computation for less than this share of the time leaves room for a third.
+BUSY = 0.9
+# Batches that spend more than this share on what does not grow with rows leave the GPU idle.
+IDLE = 0.3
+# Queue delays to try in fixed mode, as shares of the time of a full batch, and the largest share
+# of the SLO's latency.
+DELAYS = (0.25, 0.5, 1.0)
+MAX_DELAY = 0.25
+# Preferred sizes smaller than this gain nothing.
+MIN_PREFERRED = 8
+# A delay or preferred sizes must raise the predicted rate by this much.
+MIN_GAIN = 0.03
 # How many of the best sizes in fixed mode are also tried in slo mode.
 NUM_SLO_SIZES = 2
 # Every bucket is warmed up at every batch size, so there are few.
@@ -60,8 +79,37 @@ def with_instances(config: ModelConfig, num_instances: int, num_threads: int) ->
         # Option names are case-insensitive.
         options = {key: value for key, value in options.items() if key.lower() != option}
         options[option] = str(num_threads)
+    if num_streams := streams_of(config, num_instances):
+        options[STREAMS] = str(num_streams)
     each = itertools.cycle(dict.fromkeys(config.devices))
     return replace(config.on(list(itertools.islice(each, num_instances))), options=options)
+
+
+def streams_of(config: ModelConfig, num_instances: int) -> int:
+    """Return the compute streams of so many instances, where there are several; 0: as configured.
+    Three take turns on one."""
+    if config.engine != "pytorch" or config.device == CPU:
+        return 0
+    num_streams = num_instances // len(set(config.devices)) // PER_STREAM
+    return num_streams if num_streams > 1 else 0
+
+
+def further(config: ModelConfig, times: Mapping[Pair, TimeTable], num_cores: int) -> Pair | None:
+    """Return the next larger number of instances on a GPU that may be faster than those timed: a
+    third if computation does not fill the time, more with streams of their own if kernels leave the
+    GPU idle. None: none is."""
+    num_devices = len(set(config.devices))
+    counts = {pair[0] // num_devices: table for pair, table in times.items()}
+    if config.device == CPU or config.engine != "pytorch" or ON_GPU[-1] not in counts:
+        return None
+    two, most = counts[ON_GPU[-1]], max(counts)
+    is_waiting = two.busy is not None and two.busy < BUSY
+    may_overlap = two.idle_share > IDLE and not any(key in config.options for key in ONE_STREAM)
+    for count in MORE_ON_GPU:
+        is_wanted = may_overlap if count // PER_STREAM > 1 else is_waiting
+        if count > most and is_wanted:
+            return count * num_devices, num_cores
+    return None
 
 
 def threads_of(config: ModelConfig, num_cores: int) -> int:
@@ -137,7 +185,17 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         return replace(config, batching=replace(batching, max_tokens=None), padding=None)
     most = int(settings["max_batch"])
     preferred = tuple(each for each in batching.preferred_batch_sizes if each <= most)
-    batching = replace(batching, max_batch_size=most, preferred_batch_sizes=preferred)
+    if "preferred" in settings:
+        preferred = tuple(map(int, settings["preferred"].split(",")))
+    delay_s = batching.max_queue_delay_s
+    if "delay_us" in settings:
+        delay_s = int(settings["delay_us"]) / 1e6
+    batching = replace(
+        batching,
+        max_batch_size=most,
+        preferred_batch_sizes=preferred,
+        max_queue_delay_s=delay_s,
+    )
     padding = config.padding
     if "buckets" in settings:
         axes = padding.axes if padding is not None else simulate.variable_axes(config)
@@ -278,6 +336,37 @@ class Ranking:
             slo.append(largest)
         return self._near_best(table, slo, found)
 
+    def waiting(self, table: TimeTable, known: Sequence[ServingShape]) -> list[ServingShape]:
+        """Return the best of the known sizes in fixed mode with a queue delay or preferred sizes,
+        where that is better than without: sizes that the engine runs without padding, and waiting
+        for them."""
+        fixed = [shape for shape in known if shape.settings["mode"] == "fixed"]
+        if not fixed:
+            return []
+        best = fixed[0]
+        wanted = [{**best.settings, **each} for each in self._waits(table, best.settings)]
+        above = (1 + MIN_GAIN) * best.rate
+        rates = [self.rate(table, settings, above=above) for settings in wanted]
+        pair = table.num_instances, table.num_threads
+        found = [ServingShape(each, *pair, rate) for each, rate in zip(wanted, rates, strict=True)]
+        return sorted((shape for shape in found if shape.rate), key=lambda shape: -shape.rate)
+
+    def _waits(self, table: TimeTable, settings: Settings) -> list[Settings]:
+        most = int(settings["max_batch"])
+        sizes = [size for size in ladder(most) if size >= MIN_PREFERRED]
+        preferred: Settings = {"preferred": ",".join(map(str, sizes))} if len(sizes) > 1 else {}
+        full_s = table.batch_s(max(table.seconds), most)
+        limit_s = None if self._slo is None else self._slo.latency_s
+        delays = [share * full_s for share in DELAYS]
+        if limit_s is not None:
+            delays = [each for each in delays if each <= MAX_DELAY * limit_s]
+        found: list[Settings] = [{"delay_us": str(round(each * 1e6))} for each in delays]
+        if preferred:
+            found += [{**preferred, **each} for each in found[:1]] + [preferred]
+        if self._config.batching.max_queue_delay_s:
+            found.append({"delay_us": "0"})
+        return found
+
     def _by_tokens(self, table: TimeTable, by_rows: list[Settings]) -> list[Settings]:
         """Add token budgets if batch times depend on tokens, else keep the configured one."""
         padding = self._config.padding
@@ -327,15 +416,21 @@ class Ranking:
         return max(options, key=lambda each: self.rate(table, {**base, **each}))
 
 
-def shapes(context: PassContext) -> list[tuple[tuple[Step, ...], float]]:
-    """Return batching and instances steps with their predicted highest rates, best first."""
+def shapes(
+    context: PassContext, *, is_thorough: bool = False
+) -> list[tuple[tuple[Step, ...], float]]:
+    """Return batching and instances steps with their predicted highest rates, best first.
+    `is_thorough`: with queue delays and preferred sizes too."""
     ranking = Ranking(context)
     found: list[ServingShape] = []
     tables = [*context.times.values()]
     if context.build.config.device == CPU:
         tables += derived(context.times, context.machine.num_cores)
     for table in tables:
-        found += ranking.batching(table)
+        known = ranking.batching(table)
+        found += known
+        if is_thorough:
+            found += ranking.waiting(table, known)
     found.sort(key=lambda shape: -shape.rate)
     if not found and context.times:
         # No rate keeps the SLO: use the arrangement with the lowest latency of a single request.

@@ -71,6 +71,10 @@ class TimeTable(msgspec.Struct):
     tokens: dict[int, dict[int, float]] = {}
     # Cores that the instances leave to the server and its clients.
     num_free_cores: int = 0
+    # The smallest batch that ran out of the GPU's memory; 0: none did.
+    ran_out_at: int = 0
+    # Share of the time in which the largest batch was computed; None: unknown, or on a CPU.
+    busy: float | None = None
 
     @property
     def by_tokens(self) -> dict[int, float]:
@@ -88,6 +92,17 @@ class TimeTable(msgspec.Struct):
 
     def tokens_s(self, num_tokens: float) -> float:
         return _along(self.by_tokens, num_tokens)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the largest batch's time that does not grow with its rows, of the longest rows:
+        launches, and kernels too small for the device. 1 if there is only one size."""
+        points = self.seconds[max(self.seconds)]
+        if len(points) < 2:
+            return 1.0
+        before, last = sorted(points)[-2:]
+        slope = max(0.0, points[last] - points[before]) / (last - before)
+        return min(1.0, max(0.0, 1 - slope * last / points[last]))
 
     @property
     def max_rows(self) -> int:
@@ -255,10 +270,16 @@ class Patience:
 
 
 class _Clock:
-    def __init__(self, table: TimeTable) -> None:
+    def __init__(self, table: TimeTable, rungs: Sequence[int] = ()) -> None:
+        """`rungs`: sizes that batches are padded to."""
         self._by_tokens = table.by_tokens
         self.is_by_tokens = bool(self._by_tokens)
-        self.batch_s = functools.cache(table.batch_s)
+
+        def batch_s(bucket: int, num_rows: int) -> float:
+            place = bisect_left(rungs, num_rows)
+            return table.batch_s(bucket, rungs[place] if place < len(rungs) else num_rows)
+
+        self.batch_s = functools.cache(batch_s)
 
     def tokens_s(self, num_tokens: float) -> float:
         return _along(self._by_tokens, num_tokens)
@@ -345,7 +366,7 @@ def run(
     jitter: float = 0.0,
 ) -> Outcome:
     """Simulate requests due at `arrivals` (ascending) until all ended or patience is over."""
-    clock = _Clock(table)
+    clock = _Clock(table, _rungs(config))
     kinds = kinds_of(set(lengths), config)
     outcome = Outcome(np.full(len(arrivals), math.inf))
     batcher = _make_batcher(config, clock, table.num_instances, {k.bucket for k in kinds.values()})
@@ -369,6 +390,12 @@ def run(
     while (event := executors.next_event) < math.inf:
         executors.turn(event)
     return outcome
+
+
+def _rungs(config: ModelConfig) -> list[int]:
+    """Return the sizes that the engine of GPUs pads batches to; empty: none."""
+    is_padded = config.uses_gpu and config.engine == "pytorch" and config.batching.is_dynamic
+    return ladder(config.max_batch_size) if is_padded else []
 
 
 def _make_batcher(

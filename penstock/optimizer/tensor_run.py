@@ -55,7 +55,8 @@ class TensorRun(ModelRun[Subject, Examples]):
     def conclude(
         self, subject: Subject, data: Examples, journal: Journal, findings: Findings
     ) -> tuple[Optimization, Build]:
-        plan, is_on_gpu = self.plan, subject.build.config.uses_gpu
+        is_on_gpu = subject.build.config.uses_gpu
+        plan = time_plan.limited(self.plan, is_on_gpu=is_on_gpu)
         budget = TimeBudget(plan, findings, time.monotonic, self.began, is_on_gpu=is_on_gpu)
         progress = ProgressReporter(
             self.watch, findings, budget, stages_of(is_on_gpu), judges_lossless=bool(plan.data)

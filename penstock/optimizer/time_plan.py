@@ -8,7 +8,7 @@ whether highest rates are searched for, how much time is reserved for finalists 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.errors import BackendFailed
@@ -46,6 +46,16 @@ ROUNDS_SHARE, RATES_SHARE = 0.45, 0.55
 RESERVE, RESERVE_FOR_RATES = 0.3, 0.5
 # A profile takes 7 s on a CPU; it must not use up the time for steps.
 PROFILE_S = 30.0
+# Profile of a kept step on a GPU: a few batches under the profiler, in the process that has it
+# loaded.
+STEP_PROFILE_S = 8.0
+# What passes take on a GPU beyond the load and the batch times of a candidate: they time or compile
+# kernels. Cheaper passes come first, so that they are not out of time. ResNet-50, H200, 2026-11.
+LONG_ON_GPU_S: Mapping[str, float] = {"conv-fusion": 45.0, "torch-compile": 90.0}
+# Proofs with highest rates on a GPU may take at most this share: each step there brings more.
+RATES_SHARE_ON_GPU = 0.3
+# Time budget on a GPU unless one is given.
+BUDGET_ON_GPU_S = 540.0
 # Granularity of the budgets that messages suggest.
 SUGGESTED_S = 30.0
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
@@ -177,6 +187,14 @@ class MeasurementLimits:
     left_s: Callable[[], float] = lambda: math.inf
 
 
+def limited(plan: Plan, *, is_on_gpu: bool) -> Plan:
+    """Return the plan with the default budget of a GPU, unless one is given or every step is to be
+    tried: compilers alone could take hours there."""
+    if not is_on_gpu or plan.budget_s is not None or plan.is_exhaustive:
+        return plan
+    return replace(plan, budget_s=BUDGET_ON_GPU_S)
+
+
 def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
     """Plan the time. Depends only on its arguments: the same command resumes with the same plan."""
     budget_s = plan.budget_s
@@ -196,7 +214,7 @@ def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
     if plan.has_cost_limit:
         search_s = min(SEARCH_S, max(MIN_COST_SEARCH_S, COST_SHARE * budget_s))
         fitted = replace(fitted, cost_search_s=search_s)
-    if fitted.proof_s > RATES_SHARE * budget_s:
+    if fitted.proof_s > (RATES_SHARE_ON_GPU if is_on_gpu else RATES_SHARE) * budget_s:
         fitted = replace(fitted, has_rates=False)
     if not fitted.has_rates and fitted.proof_s > ROUNDS_SHARE * budget_s:
         fitted = replace(fitted, num_rounds=1)

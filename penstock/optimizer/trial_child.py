@@ -29,6 +29,8 @@ from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.facts import Facts
 from penstock.processes import framing
 from penstock.processes.start import begin_life
+from penstock.profiling import gpu_timeline, torch_times
+from penstock.profiling.results import StepTime
 from penstock.serving.executor import checked
 from penstock.serving.proof import prove
 from penstock.serving.warmups import warm_up_all
@@ -81,6 +83,12 @@ class Measure(msgspec.Struct, tag="measure"):
     num_slots: int = 0
 
 
+class WatchBatch(msgspec.Struct, tag="watch"):
+    """Run the held batch under the profiler of the GPU. Later measurements need a new process."""
+
+    num_runs: int
+
+
 class Keep(msgspec.Struct, tag="keep"):
     """Run all batch sizes once, and write compiled code and kernel choices to this folder."""
 
@@ -108,7 +116,16 @@ class BuildPlan(msgspec.Struct, tag="plan"):
 
 
 Question = (
-    PrepareTrial | LoadTrial | Inspect | Compute | Hold | Measure | Keep | Package | BuildPlan
+    PrepareTrial
+    | LoadTrial
+    | Inspect
+    | Compute
+    | Hold
+    | Measure
+    | WatchBatch
+    | Keep
+    | Package
+    | BuildPlan
 )
 
 
@@ -135,6 +152,14 @@ class TrialMeasured(msgspec.Struct, tag="measured"):
     seconds: list[float]
     # Growth of the process since before the model was loaded; on a GPU, the memory used there.
     memory_bytes: int
+    # Share of the time in which a batch was computed; None: the runner does not say.
+    busy: float | None = None
+
+
+class BatchWatched(msgspec.Struct, tag="watched"):
+    """None: the profiler told of no kernel."""
+
+    time: StepTime | None
 
 
 class Kept(msgspec.Struct, tag="kept"):
@@ -146,7 +171,16 @@ class TrialFailed(msgspec.Struct, tag="failed"):
     is_config: bool = False
 
 
-Answer = TrialDone | TrialLoaded | Inspected | Computed | TrialMeasured | Kept | TrialFailed
+Answer = (
+    TrialDone
+    | TrialLoaded
+    | Inspected
+    | Computed
+    | TrialMeasured
+    | BatchWatched
+    | Kept
+    | TrialFailed
+)
 
 
 class Trial:
@@ -199,6 +233,7 @@ class Trial:
     def measure(self, question: Measure) -> TrialMeasured:
         assert self._batch is not None, "nothing is held"
         seconds: list[float] = []
+        computed_s = 0.0
         began = now = time.perf_counter()
         # As many batches in flight as instances: each takes the time between two completions, times
         # the number that share the device.
@@ -208,13 +243,21 @@ class Trial:
         min_runs = MIN_RUNS
         while now - began < question.duration_s or len(seconds) < min_runs:
             begun.append(self._runner.start(self._batch))
-            _only(begun.popleft())
+            _only(first := begun.popleft())
+            computed_s += getattr(first, "compute_s", 0.0)
             before, now = now, time.perf_counter()
             seconds.append(num_slots * (now - before))
             min_runs = MIN_LONG_RUNS if seconds[0] > LONG_RUN_S else MIN_RUNS
+        busy = computed_s / (now - began)
         while begun:
             _only(begun.popleft())
-        return TrialMeasured(seconds, self._memory_bytes)
+        return TrialMeasured(seconds, self._memory_bytes, min(1.0, busy) if computed_s else None)
+
+    def watch(self, question: WatchBatch) -> StepTime | None:
+        batch = self._batch
+        assert batch is not None, "nothing is held"
+        gpu = torch_times.gpu_time(lambda: self._run(batch), question.num_runs)
+        return None if gpu is None else gpu_timeline.step_time(gpu, batch.num_rows)
 
     @property
     def _memory_bytes(self) -> int:
@@ -328,18 +371,26 @@ class Child:
                 build_plan(question)
                 return TrialDone()
         assert self.trial is not None, "nothing is loaded"
-        match question:
-            case Inspect():
-                return Inspected(self.trial.inspect(question))
-            case Hold():
-                self.trial.hold(question)
-                return TrialDone()
-            case Compute():
-                return Computed(self.trial.compute(question))
-            case Keep():
-                return Kept(self.trial.keep(question.folder))
-            case Measure():
-                return self.trial.measure(question)
+        return _of_trial(self.trial, question)
+
+
+def _of_trial(
+    trial: Trial, question: Inspect | Hold | Compute | WatchBatch | Keep | Measure
+) -> Answer:
+    match question:
+        case Inspect():
+            return Inspected(trial.inspect(question))
+        case Hold():
+            trial.hold(question)
+            return TrialDone()
+        case Compute():
+            return Computed(trial.compute(question))
+        case WatchBatch():
+            return BatchWatched(trial.watch(question))
+        case Keep():
+            return Kept(trial.keep(question.folder))
+        case Measure():
+            return trial.measure(question)
 
 
 def main() -> None:

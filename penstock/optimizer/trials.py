@@ -17,9 +17,11 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 
+from penstock.backends.gpu_memory import tells_of_no_memory
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import trial_child as messages
+from penstock.optimizer.batch_growth import LARGEST, BatchGrowth
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
@@ -27,9 +29,10 @@ from penstock.optimizer.simulate import Row, TimeTable, fitted, length_of, row_l
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.processes import framing
 from penstock.processes.tool import ToolProcess
+from penstock.profiling.results import StepTime
 from penstock.serving.padding import Crop, Pads, cropped
 from penstock.system import devices
-from penstock.types import Array
+from penstock.types import Array, TensorSpec
 from penstock.wire.frames import Proof
 from penstock.wire.v2_client import Values
 
@@ -46,10 +49,15 @@ RUNG = 8
 # Batches larger than configured are tried too, up to this size: larger batches may pay off.
 LARGEST_RUNG = 32
 # The same for GPUs, which smaller batches do not saturate; saturation lies between these sizes.
+# Larger ones are tried as long as rows get cheaper (`batch_growth`).
 LARGEST_ON_GPU = 256
 MORE_ON_GPU = (32, 128)
+# Inputs of one batch that are sent to a child, where it grows beyond that.
+MAX_HELD_BYTES = 256 << 20
 # Batches that would take longer are not run unless requested: their times are extrapolated.
 MAX_BATCH_S = 1.0
+# Batches under the profiler.
+NUM_WATCHED = 5
 # Lengths at which batches are timed; the second on a CPU with a small time budget.
 MAX_LENGTHS, FEW_LENGTHS = 6, 3
 A = TypeVar("A", bound=messages.Answer)
@@ -346,6 +354,10 @@ class TrialCrew:
     tokens: dict[int, dict[int, float]] = field(default_factory=dict)
     # A batch larger than configured failed, so the state of the children is unknown.
     is_hurt: bool = False
+    # The smallest batch that ran out of the GPU's memory; 0: none did.
+    ran_out_at: int = 0
+    # Share of the time in which the largest batch was computed, on a GPU.
+    busy: float | None = None
 
     def table(self, rows: Sequence[Row], pair: tuple[int, int]) -> TimeTable:
         """Measure all lengths; the table is labelled with these instances and threads."""
@@ -358,7 +370,24 @@ class TrialCrew:
         if not self.is_on_gpu:
             seconds = undisturbed(seconds)
         load_s = max(child.load_s for child in self.children)
-        return TimeTable(*pair, seconds, self.memory_bytes, load_s, self.tokens)
+        table = TimeTable(*pair, seconds, self.memory_bytes, load_s, self.tokens)
+        table.ran_out_at, table.busy = self.ran_out_at, self.busy
+        return table
+
+    def step_time(self, rows: Sequence[Row], num_rows: int) -> StepTime | None:
+        """Profile one batch of the longest rows in the first child."""
+        first, rows = self.children[0], fitted(rows, self.config)
+        by_length = _by_length(self.config, first.is_padded, rows, first.rules.max_lengths)
+        length = max(by_length)
+        chosen, lengths = by_length[length], [0] * len(by_length[length])
+        if first.is_padded:
+            chosen, lengths = _filled(self.config, chosen, [length] * len(chosen))
+        taken = _taken(0, num_rows if first.may_batch else 1, len(chosen))
+        values = stacked(self.config, [chosen[each] for each in taken])
+        first.send(messages.Hold(values, len(taken), [lengths[each] for each in taken]))
+        first.expect(messages.TrialDone)
+        first.send(messages.WatchBatch(NUM_WATCHED))
+        return first.expect(messages.BatchWatched).time
 
     def times(self, rows: Sequence[Row], length: int) -> dict[int, float]:
         """Return seconds by number of rows: the mean over children of their medians. Rows are
@@ -366,24 +395,30 @@ class TrialCrew:
         lengths = [0] * len(rows)
         if self.children[0].is_padded:
             rows, lengths = _filled(self.config, rows, [length] * len(rows))
-        found: dict[int, float] = {}
-        for rung in self._rungs():
+        growth = self._growth(rows[0])
+        while (rung := growth.next()) is not None:
+            found = growth.seconds
             if found and would_take_s(found, rung, is_on_gpu=self.is_on_gpu) > self.longest_s:
                 break
             try:
-                found[rung] = self._time(rows, lengths, rung)
+                growth.worked(rung, self._time(rows, lengths, rung))
                 if self.config.is_packed and all(lengths):
                     taken = (_taken(n, rung, len(rows)) for n in range(len(self.children)))
                     tokens = [sum(lengths[each] for each in chosen) for chosen in taken]
                     self.tokens.setdefault(length, {})[rung] = statistics.fmean(tokens)
-            except (BackendFailed, ConfigError):
+            except (BackendFailed, ConfigError) as error:
+                if self.is_on_gpu and rung > 1 and tells_of_no_memory(str(error), None):
+                    growth.ran_out(rung)
+                    self.ran_out_at = min(rung, self.ran_out_at or rung)
+                    self._mend()
+                    continue
                 if rung <= max(1, self.config.max_batch_size):
                     raise
                 # Larger than the model is configured for; failure is acceptable.
                 self.is_hurt = True
                 self._mend()
                 break
-        return found
+        return growth.seconds
 
     def _mend(self) -> None:
         """Restart children that exited or hang."""
@@ -398,14 +433,21 @@ class TrialCrew:
     def is_on_gpu(self) -> bool:
         return self.config.device != CPU
 
-    def _rungs(self) -> list[int]:
+    def _growth(self, row: Row) -> BatchGrowth:
         if not self.children[0].may_batch:
-            return [1]
-        configured = self.config.max_batch_size
+            return BatchGrowth([1], 1)
+        configured, accepted = self.config.max_batch_size, self.children[0].rules.max_rows
         most = max(configured, LARGEST_ON_GPU if self.is_on_gpu else LARGEST_RUNG)
-        most = min(configured if self.is_hurt else most, self.children[0].rules.max_rows or most)
+        most = min(configured if self.is_hurt else most, accepted or most)
         more = MORE_ON_GPU if self.is_on_gpu else ()
-        return sorted({1, *(min(each, most) for each in (RUNG, configured, most, *more))})
+        planned = {1, *(min(each, most) for each in (RUNG, configured, most, *more))}
+        if self.is_on_gpu and not self.is_hurt:
+            num_bytes = sum(np.asarray(row[each.name]).nbytes for each in self._inputs(row))
+            most = max(most, min(accepted or LARGEST, MAX_HELD_BYTES // max(1, num_bytes)))
+        return BatchGrowth(sorted(planned), most)
+
+    def _inputs(self, row: Row) -> list[TensorSpec]:
+        return [spec for spec in self.config.inputs if spec.name in row]
 
     def _time(self, rows: Sequence[Row], lengths: Sequence[int], rung: int) -> float:
         for index, child in enumerate(self.children):
@@ -416,7 +458,11 @@ class TrialCrew:
         for child in self.children:
             child.send(messages.Measure(POINT_S, self.num_slots))
         measured = self._heard(messages.TrialMeasured)
-        self.memory_bytes = max(self.memory_bytes, *(each.memory_bytes for each in measured))
+        if not self.ran_out_at:
+            # After that, the peak is that of the batch that did not fit.
+            self.memory_bytes = max(self.memory_bytes, *(each.memory_bytes for each in measured))
+        shares = [each.busy for each in measured if each.busy is not None]
+        self.busy = statistics.fmean(shares) if shares else None
         return statistics.fmean(statistics.median(each.seconds) for each in measured)
 
     def _heard(self, kind: type[A]) -> list[A]:

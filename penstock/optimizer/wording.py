@@ -14,7 +14,7 @@ from penstock.benchmark.stats import Interval
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.phases import ARROW, AS_SERVED
-from penstock.optimizer.results import Optimization, TermVerdict
+from penstock.optimizer.results import NextOption, Optimization, TermVerdict
 from penstock.profiling.results import NextStep
 
 # Losses from this number on mean that there is no bound.
@@ -171,3 +171,17 @@ def span(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def next_options(optimization: Optimization) -> list[str]:
+    """Return what could be done about a missed SLO, one sentence each: `more GPUs: 2 GPUs with ...
+    (modelled 8,500/s, enough)`."""
+    return [next_option(each) for each in optimization.next_options]
+
+
+def next_option(option: NextOption) -> str:
+    if option.rate is None:
+        return f"{option.name}: {option.text}"
+    how = "measured" if option.is_measured else "modelled"
+    enough = ", enough" if option.is_enough else ""
+    return f"{option.name}: {option.text} ({how} {units.number(option.rate)}/s{enough})"

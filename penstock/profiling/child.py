@@ -31,6 +31,7 @@ from penstock.profiling.results import Profile, RequestPhase
 from penstock.profiling.roofline import RooflineInput
 from penstock.profiling.work import Timed
 from penstock.serving.local import LocalModel
+from penstock.system import devices
 from penstock.types import Request, Response, TensorSpec
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_client import Values, encode_infer
@@ -106,7 +107,7 @@ def profiled(job: ProfileJob) -> Profile:
         peaks=peaks,
         buckets=list(buckets),
         bound=roofline.bound_of(measured),
-        findings=[*roofline.findings(measured), *timed.notes],
+        findings=[*roofline.findings(measured), *timed.notes, *_sharing(config)],
         recommendation=roofline.verdict(measured, steps),
         ceiling=steps[0].ceiling if steps else 1.0,
         versions=system.environment("").versions,
@@ -117,6 +118,12 @@ def profiled(job: ProfileJob) -> Profile:
         gpu=timed.gpu,
         disturbance=measured.disturbance,
     )
+
+
+def _sharing(config: ModelConfig) -> list[str]:
+    """Say if the GPU may have been shared while this was measured."""
+    is_shared = config.uses_gpu and devices.mps() == "on"
+    return ["MPS is on: other processes may have run kernels at the same time"] * is_shared
 
 
 def _of_the_model(config: ModelConfig, job: ProfileJob) -> ProfileJob:

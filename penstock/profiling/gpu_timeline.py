@@ -14,7 +14,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from penstock.profiling.results import GpuSpan, GpuTime, Kernel
+from penstock.profiling.results import GpuSpan, GpuTime, Kernel, StepTime
 from penstock.profiling.work import OperatorTime
 
 # The annotation around a run.
@@ -96,6 +96,17 @@ def summary(
         hidden=hidden_share(shown),
         timeline=list(shown[:MAX_SPANS]),
     )
+
+
+def step_time(gpu: GpuTime, num_rows: int) -> StepTime:
+    """Sum up kernels by kind of layer."""
+    layers: dict[str, float] = {}
+    for kernel in gpu.kernels:
+        kind = family_of(kernel.name)
+        layers[kind] = layers.get(kind, 0.0) + kernel.seconds
+    ordered = dict(sorted(layers.items(), key=lambda item: -item[1]))
+    times = gpu.busy_s, gpu.gap_s, gpu.copy_in_s, gpu.copy_out_s
+    return StepTime(num_rows, ordered, gpu.num_kernels, *times)
 
 
 def _of(spans: Sequence[GpuSpan], lane: str) -> list[GpuSpan]:

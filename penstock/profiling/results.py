@@ -89,6 +89,20 @@ class GpuTime(msgspec.Struct):
         return self.copy_in_s + self.copy_out_s
 
 
+class StepTime(msgspec.Struct):
+    """Where a batch of one candidate spends the GPU's time, to compare steps."""
+
+    num_rows: int
+    # Kernel seconds by kind of layer, longest first.
+    layers: dict[str, float]
+    num_kernels: int
+    busy_s: float
+    # Without a kernel between the first and the last.
+    gap_s: float
+    copy_in_s: float
+    copy_out_s: float
+
+
 class RequestPhase(msgspec.Struct):
     """A part of a request's time: decode, queue, copy in or preprocess, compute, copy out or
     postprocess, encode."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
     from torch.profiler import profile
 
+    from penstock.profiling.results import GpuTime
+
 # Operators with the same name in ONNX, and a form that works in place.
 IN_PLACE = ("add", "mul", "div", "sub", "silu", "gelu", "erf", "tanh", "sigmoid")
 # Attention whose inputs are [.., length, heads, width], not [.., heads, length, width].
@@ -106,6 +108,19 @@ def timed(
         return replace(told, notes=(*told.notes, NO_KERNELS))
     left = gpu_timeline.left_over(gpu.kernels, launched_s(found, num_runs), datatype)
     return replace(told, operators=(*told.operators, *left), gpu=gpu)
+
+
+def gpu_time(run: Callable[[], object], num_runs: int) -> GpuTime | None:
+    """Return what the GPU does in `num_runs` batches; None if the profiler sees no kernel."""
+    from torch.profiler import record_function
+
+    for _ in range(NUM_WARM_UP):
+        run()
+    with _watching(is_cuda=True) as watched:
+        for _ in range(num_runs):
+            with record_function(RUN):
+                run()
+    return gpu_timeline.summary(trace_of(watched))
 
 
 def _watching(is_cuda: bool) -> profile:

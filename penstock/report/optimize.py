@@ -8,7 +8,7 @@ import math
 from penstock import units
 from penstock.optimizer import wording
 from penstock.optimizer.results import Optimization, try_of
-from penstock.report import before_after, optimize_figures, optimize_table, reproduce
+from penstock.report import before_after, optimize_figures, optimize_table, reproduce, step_times
 from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
 from penstock.report.plots import Plot
 from penstock.report.profile_figures import roof
@@ -59,6 +59,7 @@ PLOTS = {
 def page(optimization: Optimization) -> str:
     has_after = before_after.has_after(optimization)
     head, rows = before_after.table(optimization)
+    times_head, times = step_times.step_table(optimization)
     plots = all_plots(optimization)
     chosen, profiled = optimization.chosen, try_of(optimization.tries, optimization.profiled)
     values = {
@@ -71,6 +72,9 @@ def page(optimization: Optimization) -> str:
         "table_title": "Before and after" if has_after else "The original",
         "head": head,
         "rows": rows,
+        "times_head": times_head,
+        "times": times,
+        "next_options": wording.next_options(optimization),
         "step_figures": drawn(plots, STEP_PLOTS),
         "figures": drawn(plots, PLOTS),
         "has_predictions": any(not phase.is_rate_measured for phase in optimization.phases),

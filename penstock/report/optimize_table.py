@@ -12,7 +12,7 @@ from rich.text import Text
 from penstock import units
 from penstock.optimizer import first_line, wording
 from penstock.optimizer.results import Optimization
-from penstock.report import before_after, tried
+from penstock.report import before_after, step_times, tried
 from penstock.report.tables import TERMINAL_STYLES, figure_table, terminal_table
 
 # Styles of the headline.
@@ -29,9 +29,14 @@ def shown(optimization: Optimization) -> Group:
     parts += [Text.assemble(("warning: ", "yellow"), note) for note in optimization.notes]
     head, rows = before_after.table(optimization)
     compared = terminal_table(head, rows) if rows else None
-    for part in (compared, _steps(optimization), _tried(optimization)):
+    times_head, times = step_times.step_table(optimization)
+    profiled = terminal_table(times_head, times) if times else None
+    for part in (compared, _steps(optimization), profiled, _tried(optimization)):
         if part is not None:
             parts += ["", part]
+    if optimization.next_options:
+        parts += ["", Text("what could be done next", style="bold")]
+        parts += [Text(f"  {each}") for each in wording.next_options(optimization)]
     parts += ["", *_ends(optimization)]
     return Group(*parts)
 

@@ -94,8 +94,10 @@ def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
 _OF_PYTORCH = (
     "factory compile dtype keep_fp32 memory_format fuse cuda_graphs pack fp8 fp8_keep weights"
 )
+# How any model on a GPU shares it, and whether its stages show in Nsight.
+_OF_SHARING = "stream_priority streams nvtx"
 # ONNX files have them on a GPU, where the PyTorch engine runs them.
-_OF_ONNX = f"{_OF_PYTORCH.partition(' ')[2]} fixed_inputs"
+_OF_ONNX = f"{_OF_PYTORCH.partition(' ')[2]} fixed_inputs {_OF_SHARING}"
 OF_ONNX = tuple(PREFIX + name for name in _OF_ONNX.split())
 _OF_LLM = (
     "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "
@@ -114,7 +116,7 @@ PARAMETERS = (
     _number("max_wait_ms", 1e12, "batching.max_wait_s", takes_zero=True, per_unit=1e3),
     *_texts("", "batching.md", "slo env pad pad_buckets"),
     *_texts("", "backends.md", "preprocess model_inputs postprocess model_outputs"),
-    *_texts("pytorch", "backends.md", _OF_PYTORCH),
+    *_texts("pytorch", "backends.md", f"{_OF_PYTORCH} {_OF_SHARING}"),
     *_texts("tensorrt", "backends.md", "cuda_graphs"),
     *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in OF_ONNX),
     *_texts(LLM, "llm.md", _OF_LLM),

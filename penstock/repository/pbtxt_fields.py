@@ -54,7 +54,7 @@ REASONS = {
     "output.is_shape_tensor": "a plan says so itself, and is refused",
     "output.is_non_linear_format_io": "a plan says so itself, and is refused",
     "optimization.graph": "see the backend's own parameters for graph optimisations",
-    "optimization.priority": "set priorities of requests in dynamic_batching",
+    "optimization.priority": "set parameters.penstock.stream_priority to high or low",
     "optimization.cuda": "for CUDA graphs set parameters.penstock.cuda_graphs",
     "optimization.gather_kernel_buffer_threshold": "inputs are gathered in shared memory",
     "optimization.eager_batching": "batches are formed while the instances compute",

@@ -136,7 +136,7 @@ class Batcher(Lanes):
             if num_rows in self._preferred:
                 num_preferred = index + 1
         delay_s = self.policy.max_queue_delay_s
-        is_late = delay_s > 0 and now - oldest >= delay_s
+        is_late = delay_s > 0 and now >= oldest + delay_s
         if num_preferred and not is_late:
             self._limit = "preferred size"
             return batch[:num_preferred]

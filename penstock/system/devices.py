@@ -2,7 +2,8 @@
 
 Read from NVML, a C library in every NVIDIA driver. If it is absent or refuses a query, the value is
 missing and nothing fails. Indices are CUDA's in our processes: the order of `nvidia-smi`,
-restricted by CUDA_VISIBLE_DEVICES. Other modules call `read_gpus`; tests replace that function.
+restricted by CUDA_VISIBLE_DEVICES. A GPU in MIG mode counts as its slices; CUDA shows a process one
+of them, which it must `claim`. Other modules call `read_gpus`; tests replace that function.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NewType
+
+from penstock.errors import ConfigError
 
 # A device of NVML.
 Handle = NewType("Handle", object)
@@ -27,6 +31,12 @@ CUDA_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Variables of that setting; if the operator has set one, it stays.
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# The daemon of MPS, by which kernels of several processes run at the same time: where its files
+# are, and what makes a process step back behind the other clients.
+MPS_FOLDER, MPS_FOLDER_NAME = "/tmp/nvidia-mps", "CUDA_MPS_PIPE_DIRECTORY"
+MPS_PROCESS = "nvidia-cuda-mps"
+MPS_BELOW_NORMAL = "CUDA_MPS_CLIENT_PRIORITY", "1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # NVML averages utilisation over about this long, so more frequent queries add nothing.
 FRESH_S = 1.0
 
@@ -42,6 +52,8 @@ class Gpu:
     total_bytes: int
     # Memory unused by any process.
     free_bytes: int
+    # A part of a GPU in MIG mode.
+    is_slice: bool = False
 
     @property
     def device(self) -> str:
@@ -101,9 +113,46 @@ def read_gpus() -> tuple[Gpu, ...]:
     for index, handle in enumerate(_handles()):
         memory = _ask("DeviceGetMemoryInfo", handle)
         total, free = (memory.total, memory.free) if memory else (0, 0)
-        name = _ask("DeviceGetName", handle) or ""
-        found.append(Gpu(index, _uuid(handle), name, total, free))
+        name, uuid = _ask("DeviceGetName", handle) or "", _uuid(handle)
+        found.append(Gpu(index, uuid, name, total, free, uuid.startswith("MIG-")))
     return tuple(found)
+
+
+# The device that this process has claimed, by its name outside of it.
+_claimed: dict[str, str] = {}
+
+
+def claim(device: str) -> str:
+    """Return the name of a device in this process, before it uses CUDA. CUDA shows a process only
+    one MIG slice, the first, so the process asks for its own."""
+    if device in _claimed:
+        return _claimed[device]
+    if not device.startswith("cuda"):
+        return device
+    if _claimed:
+        there = ", ".join(_claimed)
+        raise ConfigError(
+            f"device: '{device}': this process uses {there}, and CUDA gives a process one MIG "
+            "slice; expected models of one slice, or a server, whose workers are processes"
+        )
+    gpus = read_gpus()
+    own = next((gpu for gpu in gpus if device in (gpu.device, "cuda")), None)
+    if own is None or not any(gpu.is_slice for gpu in gpus):
+        return device
+    os.environ[VISIBLE] = own.uuid
+    _claimed[device] = "cuda:0"
+    return "cuda:0"
+
+
+def mps() -> str:
+    """Return whether MPS runs: `on`, `off`, or what is known."""
+    folder = Path(os.environ.get(MPS_FOLDER_NAME) or MPS_FOLDER)
+    with suppress(OSError, ValueError):
+        number = int((folder / f"{MPS_PROCESS}-control.pid").read_text())
+        if Path(f"/proc/{number}/comm").read_text().startswith(MPS_PROCESS):
+            return "on"
+    # Behind the wall of a container its process cannot be seen.
+    return f"unknown: {folder} is there" if (folder / "control").exists() else "off"
 
 
 def read_uses() -> tuple[GpuUse, ...]:
@@ -130,14 +179,25 @@ def _use(handle: Handle) -> GpuUse:
 
 
 def _handles() -> Iterator[Handle]:
-    """Yield devices in CUDA's order; like CUDA, stop at the first invalid name."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Yield devices in CUDA's order; like CUDA, stop at the first invalid name. A GPU in MIG mode
+    is its slices."""
+    visible = os.environ.get(VISIBLE)
     names = map(str, range(_num_gpus())) if visible is None else visible.split(",")
     for name in names:
         handle = _find(name.strip())
         if handle is None:
             return
-        yield handle
+        yield from _slices(handle) or (handle,)
+
+
+def _slices(handle: Handle) -> list[Handle]:
+    """Return the MIG slices of a GPU; empty if it is not in MIG mode, or is a slice itself."""
+    modes = _ask("DeviceGetMigMode", handle)
+    if not modes or not modes[0]:
+        return []
+    places = range(_ask("DeviceGetMaxMigDeviceCount", handle) or 0)
+    found = [_ask("DeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+    return [each for each in found if each is not None]
 
 
 def _find(name: str) -> Handle | None:

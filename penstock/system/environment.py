@@ -30,6 +30,8 @@ NAMES = frozenset(
 PREFIXES = (
     "LC_", "XDG_", "PYTHON", "PENSTOCK_", "MALLOC_", "MIMALLOC_",
     "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "DNNL_", "ONEDNN_",
+    # Nsight, which follows into workers.
+    "NVTX_", "NSYS_", "QUADD_",
     "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", "NCCL_", "HIP_", "ROCR_", "HSA_",
     "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "ORT_", "OV_", "OPENVINO_",
     "TF_", "XLA_", "JAX_",

@@ -10,6 +10,8 @@ import penstock
 from penstock.api.bench_plan import parse_batch_sizes
 from penstock.benchmark.run_files import read_run
 from penstock.errors import CommandLineError, ConfigError
+from penstock.system import devices
+from penstock.system.devices import Gpu
 
 SHORT = {"duration": 0.3, "warm_up": "0s"}
 
@@ -81,6 +83,23 @@ def test_options_are_checked_before_anything_is_measured(identity: str) -> None:
         penstock.bench(identity, max_rate=True)
     with pytest.raises(TypeError, match="did you mean rate?"):
         penstock.bench(identity, rat=1)  # type: ignore[call-arg]
+
+
+def test_an_inspection_says_whether_a_gpu_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model" / "1").mkdir(parents=True)
+    (tmp_path / "model" / "config.pbtxt").write_text(
+        'backend: "null" max_batch_size: 4 instance_group { kind: KIND_GPU }\n'
+        'input { name: "x" data_type: TYPE_FP32 dims: 4 }\n'
+        'output { name: "y" data_type: TYPE_FP32 dims: 4 }\n'
+    )
+    gpus: tuple[Gpu, ...] = (Gpu(0, "MIG-0", "Made Up MIG 1g.18gb", 1 << 34, 1 << 33, True),)
+    monkeypatch.setattr(devices, "read_gpus", lambda: gpus)
+    monkeypatch.setattr(devices, "mps", lambda: "on")
+    (found,) = penstock.inspect(tmp_path / "model").models
+    assert "MPS: on" in found.notes
+    assert "instances: 0 on cuda:0 (Made Up MIG 1g.18gb)" in found.notes
 
 
 def test_an_inspection_has_the_configuration(examples: Path) -> None:

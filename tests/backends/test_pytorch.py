@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent, indent
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +36,8 @@ from penstock.wire.frames import Proof
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
-TORCH_TYPES = pytest.importorskip("penstock.backends.pytorch").TORCH_TYPES
+pytorch = pytest.importorskip("penstock.backends.pytorch")
+TORCH_TYPES, TorchRunner = pytorch.TORCH_TYPES, pytorch.TorchRunner
 
 X, Y = TensorSpec("x", "FP32", (3,)), TensorSpec("y", "FP32", (2,))
 LINEAR = """
@@ -693,6 +695,66 @@ def test_bytes_are_refused_with_the_backend_that_has_them(tmp_path: Path) -> Non
 
 
 # Options
+
+
+def sharing_config(tmp_path: Path, count: int, **options: str) -> ModelConfig:
+    tmp_path.mkdir(exist_ok=True)
+    artifact = write_module(tmp_path, LINEAR, linear_weights())
+    given = {f"penstock.{key}": text for key, text in options.items()}
+    return replace(torch_config(artifact, options=given), num_instances=count)
+
+
+def made_on_gpu(config: ModelConfig, fusion: object = None, **options: object):
+    """The runner of a GPU that is none, with the module on the CPU."""
+    plain = {"is_channels_last": False, "has_cuda_graphs": False}
+    asked = pytorch.Options(1, 1, "", None, "factory", **plain, **options)
+    module = torch.nn.Linear(3, 2).eval()
+    return TorchRunner(config, asked, pytorch.LoadedModule(module, ("x",), (), fusion=fusion))
+
+
+@pytest.mark.parametrize(("count", "num_streams"), [(1, 1), (2, 2), (4, 3)])
+def test_a_model_has_its_priority_and_at_most_one_stream_per_instance(
+    tmp_path, fake_gpu, count, num_streams
+):
+    config = sharing_config(tmp_path, count)
+    runner = made_on_gpu(config, stream_priority="high", num_streams=3)
+    assert (fake_gpu.priority, fake_gpu.num_streams) == ("high", num_streams)
+    assert runner.built()["stream_priority"] == "high"
+    assert runner.pipeline.num_streams == num_streams
+
+
+@pytest.mark.parametrize(("has_ranges", "label"), [(True, "resnet"), (False, "")])
+def test_ranges_have_the_name_of_the_model(tmp_path, fake_gpu, has_ranges, label):
+    config = replace(sharing_config(tmp_path, 1), name="resnet")
+    assert made_on_gpu(config, has_ranges=has_ranges).pipeline.label == label
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("stream_priority", "low"), ("streams", "2"), ("nvtx", "on")]
+)
+def test_what_is_of_gpus_is_refused_on_a_cpu(tmp_path: Path, option: str, text: str) -> None:
+    [problem] = problems_of(sharing_config(tmp_path, 2, **{option: text}))
+    assert problem.startswith(f"parameters.penstock.{option}: needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "expected"),
+    [
+        ("stream_priority", "urgent", "high, normal, low"),
+        ("streams", "9", "1, 2, 3, 4, 5, 6, 7, 8"),
+        ("nvtx", "yes", "on, off"),
+    ],
+)
+def test_what_is_accepted_is_said(tmp_path: Path, option: str, text: str, expected: str) -> None:
+    first, *_ = problems_of(sharing_config(tmp_path, 2, **{option: text}))
+    assert first == f"parameters.penstock.{option}: '{text}' is not one of {expected}"
+
+
+def test_kernels_that_share_memory_have_one_stream(tmp_path, fake_gpu):
+    fusion = SimpleNamespace(facts=dict, settle=lambda: None)
+    with pytest.raises(ConfigError, match=r"penstock\.streams: the kernels of penstock\.fuse"):
+        made_on_gpu(sharing_config(tmp_path, 2), fusion, num_streams=2)
+    made_on_gpu(sharing_config(tmp_path / "one", 1), fusion, num_streams=2)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,15 @@ import torch
 from fake_gpu import FakeGpu
 
 from penstock.backends.gpu_memory import Use
-from penstock.backends.torch_cuda import LOOK_EVERY, Arena, Pipeline, alias, open_device
+from penstock.backends.torch_cuda import (
+    LOOK_EVERY,
+    WATCHERS,
+    Arena,
+    Pipeline,
+    alias,
+    has_ranges,
+    open_device,
+)
 
 
 def doubled(inputs):
@@ -94,8 +102,77 @@ class TestPipeline:
         running.pin(memoryview(bytearray(100)))
         assert running.facts()["copies"] == "by way of pinned memory"
 
+    def test_slots_take_turns_on_streams(self):
+        gpu = FakeGpu()
+        running = Pipeline(gpu, doubled, 4, False, num_streams=2)
+        for start in range(4):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        lanes = [each for each in gpu.did if each in ("compute", "compute 1")]
+        assert lanes == ["compute 1", "compute", "compute 1", "compute"]
+        assert running.facts()["streams"] == "2"
+
+    def test_the_time_of_computing_is_known(self):
+        execution = pipeline(FakeGpu()).start(rows(2), 2, 2)
+        execution.wait()
+        assert execution.compute_s == pytest.approx(0.001)
+
+    def test_ranges_show_the_stages_of_a_batch(self):
+        gpu = FakeGpu()
+        Pipeline(gpu, doubled, 2, False, label="resnet").start(rows(3), 3, 4)
+        assert gpu.notes == [
+            (0, "resnet: batch of 4 on slot 1"),
+            (1, "resnet: copy in"),
+            (1, "resnet: compute"),
+            (1, "resnet: copy out"),
+        ]
+
+    def test_without_a_label_there_are_no_ranges(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu)
+        running.start(rows(3), 3, 4)
+        assert gpu.notes == []
+        assert "nvtx" not in running.facts()
+
+
+@pytest.mark.parametrize("name", WATCHERS)
+def test_ranges_are_there_if_asked_for_or_if_somebody_watches(monkeypatch, name):
+    for each in WATCHERS:
+        monkeypatch.delenv(each, raising=False)
+    assert [has_ranges(option) for option in ("on", "off", "")] == [True, False, False]
+    monkeypatch.setenv(name, "1")
+    assert [has_ranges(option) for option in ("on", "off", "")] == [True, False, True]
+
 
 class TestGraphs:
+    def test_each_stream_has_its_own(self):
+        gpu = FakeGpu()
+        running = Pipeline(gpu, doubled, 2, True, num_streams=2)
+        for start in range(5):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        # Both are captured when the shape comes first, so that no batch waits for it later.
+        assert (gpu.num_captures, gpu.num_replays) == (2, 4)
+        assert running.facts()["cuda_graphs"] == "1"
+
+    def test_a_stream_without_memory_for_its_graph_gets_it_later(self):
+        gpu = FakeGpu()
+        running = Pipeline(gpu, doubled, 2, True, num_streams=2)
+        full = [torch.OutOfMemoryError("CUDA out of memory")] * 2
+        capture = gpu.capture
+
+        def failing(run, number=0):
+            if number == 1 and full:
+                raise full.pop()
+            return capture(run, number)
+
+        gpu.capture = failing
+        for start in range(LOOK_EVERY + 6):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        assert gpu.num_captures == 2
+        assert not running.postponed
+
     def test_a_shape_is_captured_when_it_comes_first_and_replayed_from_then_on(self):
         gpu = FakeGpu()
         running = pipeline(gpu, is_captured=True)

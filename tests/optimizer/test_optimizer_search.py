@@ -18,7 +18,7 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Step
 from penstock.optimizer.evaluator import KeptLayers
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.findings import Findings
+from penstock.optimizer.findings import Findings, arrangement
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.passes import Pass, PassContext
@@ -26,8 +26,10 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress, ProgressReporter, stages_of
 from penstock.optimizer.results import FallbackLayer, ServedMeasurement, TermVerdict
 from penstock.optimizer.search import Search
+from penstock.optimizer.shapes import with_batching
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.time_plan import TimeBudget
+from penstock.profiling.results import StepTime
 from penstock.types import TensorSpec
 
 WISH = slo.parse("p99 < 50ms at 200/s")
@@ -165,6 +167,11 @@ class MadeLab:
     def profile(self, build: Build) -> None:
         self.asked.append("profile")
         raise BackendFailed("nothing to profile")
+
+    def step_time(self, build: Build, num_rows: int) -> StepTime:
+        self.asked.append(f"step time {last(build.candidate)}")
+        row_s = self.row_ms[model_step(build.candidate)] / 1e3
+        return StepTime(num_rows, {"matrix kernel": num_rows * row_s}, 5, row_s, 0.0, 0.0, 0.0)
 
     def fall_back(self, parent: Build, step: Step, check_time: Callable[[], None]) -> KeptLayers:
         check_time()
@@ -768,6 +775,7 @@ class Choosy(MadePass):
         ("graphs", "cuda", True, True),
         ("graphs", "cpu", False, True),
         ("torch-compile", "cuda", False, True),
+        ("another-engine", "cuda", False, True),
     ],
 )
 def test_on_a_gpu_what_adds_to_the_best_is_not_tried_on_others(
@@ -775,6 +783,7 @@ def test_on_a_gpu_what_adds_to_the_best_is_not_tried_on_others(
 ) -> None:
     rows = {"original": 20.0, "fused": 10.0, name: 15.0}
     fused, other = MadePass("fused", "compile"), Choosy(name, "compile", refused=("fused",))
+    other.starts_over = name == "another-engine"
     lab, run = searched(rows, fused, other, is_exhaustive=is_exhaustive)
     lab.device = device
     search = run()
@@ -992,3 +1001,111 @@ def test_on_several_gpus_neither() -> None:
     lab.device, lab.spread = "cuda:0", ("cuda:0", "cuda:1")
     run()
     assert lab.instances == [2, 4, 2]
+
+
+def test_on_a_gpu_steps_that_lose_nothing_come_before_the_servers() -> None:
+    """FP16 alone would be enough; fusion and graphs take seconds."""
+    graphs, fusion = MadePass("cuda-graphs", "compile"), MadePass("conv-fusion", "compile")
+    rows = {"original": 20.0, "half": 2.0, "cuda-graphs": 1.5, "conv-fusion": 1.0}
+    lab, run = searched(rows, fusion, graphs, HALF)
+    lab.device = "cuda"
+    search = run()
+    tried = [last(each.candidate) for each in search.findings.tries]
+    # The cheap one first.
+    assert tried[:4] == ["original", "half", "cuda-graphs", "conv-fusion"]
+    assert all("half" in each and "conv-fusion" in each for each in lab.served[1:2])
+
+
+def test_on_a_gpu_the_compiler_is_not_waited_for_if_all_is_well_without_it() -> None:
+    rows = {"original": 20.0, "half": 2.0, "cuda-graphs": 1.5, "torch-compile(mode=a)": 1.0}
+    graphs, compiler = MadePass("cuda-graphs", "compile"), Modes("torch-compile", "compile", ("a",))
+    lab, run = searched(rows, compiler, graphs, HALF)
+    lab.device = "cuda"
+    search = run()
+    assert not any("torch-compile" in str(each.candidate) for each in search.findings.tries)
+    assert search.findings.is_met()
+
+
+def test_on_a_gpu_every_kept_step_is_profiled() -> None:
+    rows = {"original": 20.0, "half": 12.0, "compiled": 15.0, "quantised": 8.0}
+    quantised = MadePass("quantised", "quantise", changes_answers=True)
+    lab, run = searched(rows, COMPILED, HALF, quantised)
+    lab.device = "cuda"
+    search = run()
+    profiled = {last(each.candidate) for each in search.findings.tries if each.step_time}
+    assert profiled == {"original", "half", "quantised"}
+    assert "step time compiled" not in lab.asked
+
+
+def test_on_a_cpu_no_step_is_profiled() -> None:
+    lab, run = searched({"original": 20.0, "faster": 8.0}, FASTER)
+    run()
+    assert not any(text.startswith("step time") for text in lab.asked)
+
+
+def test_a_step_that_cannot_be_profiled_is_kept_all_the_same() -> None:
+    lab, run = searched({"original": 20.0, "half": 12.0}, HALF)
+    lab.device = "cuda"
+
+    def failing(build: Build, num_rows: int) -> StepTime:
+        raise BackendFailed("another tool is watching")
+
+    lab.step_time = failing  # type: ignore[method-assign]
+    assert outcome_of(run(), "half")[0] == "kept"
+
+
+def idle_gpu(lab: MadeLab, gain: float) -> None:
+    """Batches take the same time whatever their size; each doubling of instances gains so much."""
+    lab.device = "cuda"
+
+    def times(build: Build, num_instances: int, num_threads: int) -> TimeTable:
+        lab.instances.append(num_instances)
+        row_s = lab.row_ms[model_step(build.candidate)] / 1e3
+        factor = num_instances / gain ** math.log2(num_instances)
+        seconds = {0: {1: row_s * factor, 8: 1.1 * row_s * factor}}
+        return TimeTable(num_instances, num_threads, seconds, busy=0.99)
+
+    lab.times = times  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("gain", "timed"), [(1.0, [1, 2, 4]), (1.6, [1, 2, 4, 8])])
+def test_on_a_gpu_that_is_idle_the_best_gets_more_instances(gain: float, timed: list[int]) -> None:
+    lab, run = searched({"original": 10.0})
+    idle_gpu(lab, gain)
+    search = run()
+    assert lab.instances == timed
+    counts = {arrangement(steps)[0] for steps, _ in search.findings.best.shapes}
+    assert (8 in counts) == (gain > 1)
+    skipped = [each for each in search.findings.skipped if each.pass_name == "instances"]
+    assert any("no more than with fewer instances" in each.reason for each in skipped) == (
+        gain == 1.0
+    )
+
+
+def test_a_server_without_memory_is_tried_with_half_of_its_batch() -> None:
+    lab, run = searched({"original": 20.0, "faster": 2.0}, FASTER)
+    lab.device = "cuda"
+    serve = lab.serve
+    sizes: list[int] = []
+    build = lab.build
+
+    def with_batch(candidate: Candidate) -> Build:
+        made = build(candidate)
+        steps = [step for step in candidate.steps if "max_batch" in step.settings]
+        if not steps:
+            return made
+        return replace(made, config=with_batching(made.config, steps[-1].settings, None))
+
+    def small(builds: Sequence[Build]) -> list[ServedMeasurement]:
+        batched = [each for each in builds if "max_batch" in str(each.candidate)]
+        sizes.extend(each.config.max_batch_size for each in batched)
+        if any(each.config.max_batch_size > 2 for each in batched):
+            raise BackendFailed("the worker failed: CUDA out of memory")
+        return serve(builds)
+
+    lab.build, lab.serve = with_batch, small  # type: ignore[method-assign]
+    search = run()
+    assert min(sizes) == 2
+    best = search.findings.finalists[0]
+    assert model_step(best.build.candidate) == "faster"
+    assert best.build.config.max_batch_size == 2

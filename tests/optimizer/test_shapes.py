@@ -77,6 +77,83 @@ class TestInstances:
         assert all(n * t <= num_cores for n, t in shapes.pairs(num_cores))
 
 
+def on_gpu(**options: str):
+    return replace(a_config(), backend="pytorch", device="cuda:0", options=options)
+
+
+def tables_of(busy: float, idle: float, *counts: int):
+    """Batch times of these instances; `idle` is the share that does not grow with rows."""
+    made = {}
+    for count in counts:
+        table = a_table(idle, (1 - idle) / a_table().max_rows, instances=count)
+        made[count, 8] = msgspec.structs.replace(table, busy=busy)
+    return made
+
+
+class TestFurther:
+    @pytest.mark.parametrize(
+        ("busy", "idle", "counts", "expected"),
+        [
+            (0.99, 0.1, (1, 2), None),
+            (0.8, 0.1, (1, 2), 3),
+            (0.8, 0.1, (1, 2, 3), None),
+            (0.99, 0.6, (1, 2), 4),
+            (0.8, 0.6, (1, 2), 3),
+            (0.8, 0.6, (1, 2, 3), 4),
+            (0.8, 0.6, (1, 2, 4), 8),
+            (0.8, 0.6, (1, 2, 4, 8), None),
+            # Cut short after one instance.
+            (0.5, 0.9, (1,), None),
+        ],
+    )
+    def test_more_instances_are_for_what_leaves_the_gpu_idle(self, busy, idle, counts, expected):
+        found = shapes.further(on_gpu(), tables_of(busy, idle, *counts), 8)
+        assert found == (None if expected is None else (expected, 8))
+
+    @pytest.mark.parametrize("key", ["penstock.fuse", "penstock.pack"])
+    def test_kernels_of_one_stream_get_no_second(self, key):
+        assert shapes.further(on_gpu(**{key: "x"}), tables_of(0.99, 0.9, 1, 2), 8) is None
+
+    def test_each_gpu_gets_as_many(self):
+        config = on_gpu().on(["cuda:0", "cuda:1"])
+        assert shapes.further(config, tables_of(0.99, 0.9, 2, 4), 8) == (8, 8)
+        assert shapes.with_instances(config, 8, 8).options[shapes.STREAMS] == "2"
+
+    def test_a_cpu_has_none(self):
+        assert shapes.further(a_config(), tables_of(0.1, 0.9, 1, 2), 8) is None
+
+    @pytest.mark.parametrize(("count", "streams"), [(2, None), (3, None), (4, "2"), (8, "4")])
+    def test_streams_have_two_instances_each(self, count, streams):
+        assert shapes.with_instances(on_gpu(), count, 8).options.get(shapes.STREAMS) == streams
+
+
+class TestWaiting:
+    def test_sizes_that_are_run_as_they_are_may_be_worth_waiting_for(self):
+        situation = a_situation(
+            replace(a_config(), backend="pytorch", device="cuda:0"),
+            a_table(0.004, 0.001),
+            slo="p99 < 100ms at 500/s",
+        )
+        plain = [rate for steps, rate in shapes.shapes(situation) if "fixed" in str(steps[0])]
+        found = shapes.shapes(situation, is_thorough=True)
+        waits = [(steps[0].settings, rate) for steps, rate in found if "preferred" in str(steps[0])]
+        assert waits
+        settings, rate = waits[0]
+        assert settings["mode"] == "fixed"
+        assert rate >= (1 + shapes.MIN_GAIN) * max(plain)
+
+    def test_what_gains_nothing_is_left_out(self):
+        situation = a_situation(a_config(), a_table(0.0001, 0.01), slo="p99 < 100ms at 500/s")
+        found = shapes.shapes(situation, is_thorough=True)
+        assert not any("delay_us" in str(steps[0]) for steps, _ in found)
+
+    def test_settings_become_the_configuration(self):
+        settings = {"mode": "fixed", "max_batch": "32", "delay_us": "1500", "preferred": "8,16"}
+        found = shapes.with_batching(a_config(), settings, None).batching
+        assert found.max_queue_delay_s == pytest.approx(0.0015)
+        assert found.preferred_batch_sizes == (8, 16)
+
+
 class TestDerived:
     """From what was measured to arrangements that leave cores free."""
 

@@ -354,7 +354,7 @@ class TestMaxRate:
     def test_batched_follows_the_law_of_p99(self):
         """On one executor that nobody shares, about (1 - 2.4 a / S) / c."""
         a_s, c_s, slo_s = 0.004, 0.001, 0.100
-        config = a_config(max_batch=64, device="cuda")
+        config = replace(a_config(max_batch=64, device="cuda"), backend="null")
         rate = max_rate(a_table(a_s, c_s), config, parse("p99 < 100ms"), ALIKE)
         assert rate == pytest.approx((1 - 2.4 * a_s / slo_s) / c_s, rel=0.08)
 
@@ -436,6 +436,15 @@ class TestAsServed:
             rates = max_rate(together, one, slo, ALIKE), max_rate(apart, two, slo, ALIKE)
             assert (rates[1] > 1.1 * rates[0]) == is_apart
 
+    def test_the_engine_of_gpus_runs_batches_of_its_rungs(self):
+        """A batch of 33 rows takes as long as one of 64, so preferred sizes are worth it."""
+        config = replace(a_config(max_batch=64, device="cuda"), backend="pytorch")
+        table, slo = a_table(0.004, 0.001), parse("p99 < 100ms")
+        padded = max_rate(table, config, slo, ALIKE)
+        assert padded < 0.8 * max_rate(table, replace(config, backend="null"), slo, ALIKE)
+        sizes = replace(config.batching, preferred_batch_sizes=(8, 16, 32, 64))
+        assert max_rate(table, replace(config, batching=sizes), slo, ALIKE) > 1.1 * padded
+
     def test_a_gpu_shares_its_cores_with_nobody(self):
         table, config = unbatched(0.010)
         config = replace(config, device="cuda")
@@ -456,3 +465,13 @@ class TestAsServed:
         assert max_rate(fast, a_config(num_instances=2), slo, ALIKE) > 1.5 * max_rate(
             fast, alone, slo, ALIKE
         )
+
+
+class TestIdleShare:
+    def test_what_does_not_grow_with_rows_is_idle(self):
+        assert a_table(0.001, 0.001).idle_share == pytest.approx(1 / 33)
+        assert a_table(0.0, 0.001).idle_share == pytest.approx(0.0)
+        assert a_table(0.001, 0.0).idle_share == pytest.approx(1.0)
+
+    def test_a_single_size_says_nothing(self):
+        assert TimeTable(1, 1, {0: {1: 0.001}}).idle_share == 1.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from made_evaluators import made_record
@@ -136,7 +137,9 @@ class Profile:
         return self.draw.uniform(0.1, self.longest_build_s)
 
 
-def predict(situation: PassContext) -> list[tuple[tuple[Step, ...], float]]:
+def predict(
+    situation: PassContext, *, is_thorough: bool = False
+) -> list[tuple[tuple[Step, ...], float]]:
     """In place of the simulation of servers: one and two instances, the second no better."""
     alone_s = min(table.seconds[0][1] for table in situation.times.values())
     serving = [
@@ -370,3 +373,31 @@ def test_a_step_whose_process_is_cut_off_has_not_failed() -> None:
     line = headline(found)
     assert "not finished (cut off by the time budget): other" in line
     assert "failed" not in line
+
+
+def test_a_short_budget_on_a_gpu_is_spent_on_steps() -> None:
+    """210 s for ResNet-50: FP16, graphs and fusion, and a proof without the search for rates."""
+    plan = Plan("m", "m", "out", slo=WISH, budget_s=210.0, duration_s=5.0)
+    time = plan_time(plan, is_on_gpu=True)
+    assert not time.has_rates
+    assert time.steps_s > 60.0
+    assert plan_time(replace(plan, budget_s=540.0), is_on_gpu=True).has_rates
+
+
+def test_a_run_on_a_gpu_ends_within_ten_minutes() -> None:
+    plan = Plan("m", "m", "out", slo=WISH)
+    limited = time_plan.limited(plan, is_on_gpu=True)
+    # What it takes to start and to write the version comes on top.
+    assert limited.budget_s is not None and limited.budget_s <= 570.0
+    time = plan_time(limited, is_on_gpu=True)
+    # For five steps, two of which tune or compile.
+    assert time.steps_s > sum(time_plan.LONG_ON_GPU_S.values()) + 3 * 20.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_on_gpu"),
+    [({}, False), ({"budget_s": 1800.0}, True), ({"is_exhaustive": True}, True)],
+)
+def test_a_plan_keeps_the_budget_that_was_given(changed: dict[str, Any], is_on_gpu: bool) -> None:
+    plan = Plan("m", "m", "out", slo=WISH, **changed)
+    assert time_plan.limited(plan, is_on_gpu=is_on_gpu) is plan

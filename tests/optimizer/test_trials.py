@@ -11,10 +11,10 @@ import numpy as np
 import psutil
 import pytest
 from onnx import helper, numpy_helper
-from served_builds import company_build, mean_build, null_build, read
+from served_builds import IMAGE, a_config, company_build, mean_build, null_build, read
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import trials
+from penstock.optimizer import trial_child, trials
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.optimizer.trial_child import Compute, Computed, LoadTrial, TrialLoaded
@@ -96,6 +96,74 @@ class TestWouldTake:
 
     def test_more_rows_take_no_less(self):
         assert trials.would_take_s({1: 0.006, 8: 0.005}, 32, is_on_gpu=True) == 0.005
+
+
+class SmallGpu:
+    """A child on a GPU with memory for so many rows; a batch takes a millisecond and a bit."""
+
+    def __init__(self, fits: int, max_rows: int | None = None) -> None:
+        self.fits = fits
+        self.rules = trials.TrialLimits(max_rows)
+        self.may_batch, self.is_padded, self.is_well = True, False, True
+        self.load_s = 0.0
+        self.tried: list[int] = []
+
+    def send(self, question: object) -> None:
+        if isinstance(question, trial_child.Hold):
+            self.tried.append(question.num_rows)
+
+    def expect(self, kind: type) -> object:
+        rows = self.tried[-1]
+        if kind is trial_child.TrialDone:
+            if rows > self.fits:
+                raise BackendFailed("OutOfMemoryError: CUDA out of memory. Tried to allocate")
+            return trial_child.TrialDone()
+        seconds = 0.001 + 1e-6 * rows
+        return trial_child.TrialMeasured([seconds] * 3, rows << 20, busy=0.5)
+
+
+class TestOutOfMemory:
+    def table(self, child: SmallGpu, max_batch: int = 8):
+        config = replace(a_config(max_batch=max_batch), device="cuda:0", inputs=(IMAGE,))
+        crew = trials.TrialCrew(config, [child], 10.0)  # type: ignore[list-item]
+        row = {IMAGE.name: np.zeros(IMAGE.shape, np.float32)}
+        return crew.table([row], (1, 1))
+
+    def test_sizes_grow_beyond_what_is_configured_until_memory_is_full(self):
+        child = SmallGpu(fits=700)
+        table = self.table(child)
+        assert child.tried == [1, 8, 32, 128, 256, 512, 1024]
+        assert (table.max_rows, table.ran_out_at) == (512, 1024)
+        # Not that of the batch that did not fit.
+        assert table.memory_bytes == 512 << 20
+
+    def test_they_are_halved_after_that(self):
+        child = SmallGpu(fits=100)
+        table = self.table(child)
+        assert child.tried == [1, 8, 32, 128, 64]
+        assert (table.max_rows, table.ran_out_at) == (64, 128)
+
+    def test_also_below_what_is_configured(self):
+        table = self.table(SmallGpu(fits=20), max_batch=64)
+        assert (table.max_rows, table.ran_out_at) == (16, 32)
+
+    def test_one_row_that_does_not_fit_is_an_error(self):
+        with pytest.raises(BackendFailed, match="out of memory"):
+            self.table(SmallGpu(fits=0))
+
+    def test_a_model_that_takes_fewer_rows_gets_no_more(self):
+        child = SmallGpu(fits=10_000, max_rows=48)
+        self.table(child, max_batch=16)
+        assert max(child.tried) == 48
+
+    def test_large_rows_are_not_sent_by_the_thousand(self, monkeypatch):
+        monkeypatch.setattr(trials, "MAX_HELD_BYTES", 16 * 600)  # A row has 16 bytes.
+        child = SmallGpu(fits=10_000)
+        self.table(child)
+        assert child.tried == [1, 8, 32, 128, 256, 512, 600]
+
+    def test_how_busy_the_gpu_is_comes_with_it(self):
+        assert self.table(SmallGpu(fits=100)).busy == 0.5
 
 
 def test_a_child_has_no_longer_than_the_time_that_is_left(tmp_path: Path):

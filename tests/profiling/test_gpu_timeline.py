@@ -150,3 +150,16 @@ def test_what_no_operator_launched_is_left_over() -> None:
 )
 def test_names_say_what_kernels_do(name: str, family: str) -> None:
     assert gpu_timeline.family_of(name) == family
+
+
+def test_a_step_is_told_by_kind_of_layer() -> None:
+    kernels = [
+        Kernel("sm90_xmma_fprop_implicit_gemm", 0.004, 20),
+        Kernel("cudnn_convolve", 0.001, 2),
+        Kernel("nvjet_tst_128x128", 0.003, 1),
+        Kernel("elementwise", 0.0005, 9),
+    ]
+    found = gpu_timeline.step_time(GpuTime(kernels, 32, 0.008, 0.002, 0.0003, 0.0001), 64)
+    assert list(found.layers) == ["convolution kernel", "matrix kernel", "other kernel"]
+    assert found.layers["convolution kernel"] == pytest.approx(0.005)
+    assert (found.num_rows, found.num_kernels, found.gap_s) == (64, 32, 0.002)

@@ -50,6 +50,17 @@ def test_without_delay_a_free_instance_takes_what_waits():
     assert batcher.wake_at is None
 
 
+@settings(max_examples=at_most(200))
+@given(st.floats(0.0, 1e6), st.floats(1e-6, 10.0))
+def test_the_delay_is_over_when_the_batcher_says_to_come_back(queued, delay_s):
+    """Whatever the rounding: a caller that comes back at `wake_at` would come back for ever."""
+    batcher = Batcher(replace(EAGER, max_queue_delay_s=delay_s))
+    fill(batcher, [1], now=queued)
+    if batcher.next(queued) is None:
+        assert batcher.wake_at is not None
+        assert sizes(batcher.next(batcher.wake_at)) == [1]
+
+
 def test_a_batch_never_exceeds_the_limit_and_requests_are_never_split():
     batcher = Batcher(EAGER)
     fill(batcher, [3, 3, 3])

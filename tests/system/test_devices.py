@@ -158,3 +158,94 @@ class TestWorkerEnvironment:
             **dict.fromkeys(devices.ALLOCATOR_NAMES),
             name: "max_split_size_mb:512",
         }
+
+
+# MIG.
+
+CLAIM = """
+import json, os, sys
+from penstock.errors import ConfigError
+from penstock.system import devices
+try:
+    found = [devices.claim(each) for each in json.loads(sys.argv[1])]
+except ConfigError as error:
+    found = [str(error)]
+print(json.dumps([found, os.environ.get("CUDA_VISIBLE_DEVICES")]))
+"""
+
+
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mig")
+    return fake_nvml.build(folder, num_gpus=2, num_slices=2).parent
+
+
+def claimed(folder: Path, *names: str) -> tuple[list[str], str | None]:
+    """What a process gets that claims these devices, and what CUDA then shows it."""
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    text = subprocess.run(
+        [sys.executable, "-c", CLAIM, json.dumps(names)],
+        env=environment | {"LD_LIBRARY_PATH": str(folder)},
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    found: tuple[list[str], str | None] = tuple(json.loads(text))
+    return found
+
+
+def test_a_gpu_in_mig_mode_is_its_slices(sliced: Path) -> None:
+    everything, some = read(sliced, None, "MIG-eeee-1,1")
+    assert [gpu.uuid for gpu in everything[0]] == ["MIG-eeee-0", "MIG-eeee-1", "GPU-bbbb-1111"]
+    assert [gpu.is_slice for gpu in everything[0]] == [True, True, False]
+    assert [gpu.device for gpu in everything[0]] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [gpu.uuid for gpu in some[0]] == ["MIG-eeee-1", "GPU-bbbb-1111"]
+
+
+@pytest.mark.parametrize(
+    ("device", "uuid"),
+    [("cuda:1", "MIG-eeee-1"), ("cuda", "MIG-eeee-0"), ("cuda:2", "GPU-bbbb-1111")],
+)
+def test_a_process_claims_its_slice(sliced: Path, device: str, uuid: str) -> None:
+    assert claimed(sliced, device, device) == (["cuda:0", "cuda:0"], uuid)
+
+
+def test_a_process_has_one_slice(sliced: Path) -> None:
+    (problem,), _ = claimed(sliced, "cuda:0", "cuda:1")
+    assert "gives a process one MIG slice" in problem
+
+
+def test_without_slices_nothing_is_claimed(tmp_path: Path) -> None:
+    folder = fake_nvml.build(tmp_path).parent
+    assert claimed(folder, "cuda:1", "cpu") == (["cuda:1", "cpu"], None)
+
+
+# MPS.
+
+
+@pytest.fixture
+def mps_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    return tmp_path
+
+
+def test_mps_is_off_without_its_files(mps_folder: Path) -> None:
+    assert devices.mps() == "off"
+
+
+def test_mps_is_on_if_its_daemon_runs(mps_folder: Path) -> None:
+    daemon = mps_folder / "nvidia-cuda-mps-control"
+    daemon.symlink_to("/bin/sleep")
+    with subprocess.Popen([daemon, "60"]) as process:
+        (mps_folder / "nvidia-cuda-mps-control.pid").write_text(f"{process.pid}\n")
+        try:
+            assert devices.mps() == "on"
+        finally:
+            process.kill()
+    assert devices.mps() == "off"
+
+
+def test_mps_of_a_host_is_not_taken_for_certain(mps_folder: Path) -> None:
+    (mps_folder / "control").touch()
+    # Another process has that number here.
+    (mps_folder / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
+    assert devices.mps().startswith("unknown")

@@ -95,6 +95,12 @@ class Pass(Protocol):
     is_config_only: bool = False
     # Of a layered pass. False: its steps are variants of one speed. True: each is timed by itself.
     steps_differ: bool = False
+    # True: another engine or compiler, which starts again from the model's own operators, however
+    # far other passes have come; it is tried on parents that are not the best, too.
+    starts_over: bool = False
+    # Seconds that a step takes on a GPU beyond loading and timing it, to tune or compile kernels:
+    # of one stage, passes that take longer come later.
+    gpu_seconds: float = 0.0
 
     def propose(self, context: PassContext) -> Proposals: ...
 

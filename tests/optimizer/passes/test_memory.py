@@ -17,6 +17,8 @@ from penstock.optimizer.plan import Plan
 
 NO_ARENA = Step("memory", {"arena": "off"})
 SMALL = Step("memory", {"buffers": "small"})
+HALF_BATCH = Step("memory", {"max_batch": "16"})
+NO_GRAPHS = Step("memory", {"graphs": "off"})
 
 
 def built(tmp_path: Path, write_onnx, step: Step):
@@ -41,10 +43,16 @@ class TestPropose:
         situation = a_situation(a_config(), slo="p99 < 1s, memory <= 1GiB")
         assert LessMemory().propose(situation) == [NO_ARENA, SMALL]
 
-    def test_on_a_gpu_the_host_s_buffers_are_none_of_it(self):
-        config = replace(a_config(), backend="pytorch", device="cuda")
+    def test_on_a_gpu_its_batches_and_graphs_count(self):
+        options = {"penstock.cuda_graphs": "on"}
+        config = replace(a_config(), backend="pytorch", device="cuda", options=options)
+        found = LessMemory().propose(a_situation(config, slo="memory <= 100 MiB"))
+        assert found == [HALF_BATCH, NO_GRAPHS]
+
+    def test_on_a_gpu_one_row_without_graphs_is_all(self):
+        config = replace(a_config(max_batch=1), backend="pytorch", device="cuda")
         (skip,) = LessMemory().propose(a_situation(config, slo="memory <= 100 MiB"))
-        assert "the GPU's memory counts" in skip.reason
+        assert skip.reason == "everything is as small as it can be"
 
     def test_or_where_everything_is_tried(self):
         assert LessMemory().propose(a_situation(a_config(), is_exhaustive=True)) == [
@@ -84,3 +92,18 @@ def test_buffers_get_smaller_and_never_larger(tmp_path: Path, write_onnx):
     memory = built(tmp_path, write_onnx, SMALL).memory
     assert (memory.max_slabs, memory.spill_bytes) == (SMALL_SLABS, SMALL_SPILL)
     assert LessMemory().check(SMALL, Facts("onnxruntime"), Facts("onnxruntime")) == []
+
+
+def test_a_smaller_batch_drops_preferred_sizes_beyond_it():
+    config = a_config()
+    sizes = replace(config.batching, preferred_batch_sizes=(8, 32))
+    found = LessMemory().configured(replace(config, batching=sizes), HALF_BATCH, Plan("m", "m", ""))
+    assert (found.max_batch_size, found.batching.max_batch_size) == (16, 16)
+    assert found.batching.preferred_batch_sizes == (8,)
+
+
+def test_graphs_that_are_still_there_are_reported():
+    before, after = Facts("pytorch"), Facts("pytorch")
+    assert LessMemory().check(NO_GRAPHS, before, after) == []
+    after.built = {"cuda_graphs": "7"}
+    assert LessMemory().check(NO_GRAPHS, before, after) == ["asked for no CUDA graphs, there are 7"]
