@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock import slo
 from penstock.config import (
+    GPU_ENGINE,
     HEADS,
     LLM,
     SLO_OFF,
@@ -92,10 +93,10 @@ def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
 
 
 _OF_PYTORCH = "factory compile dtype memory_format fuse cuda_graphs pack fp8"
-# ONNX files have them on a GPU, where the PyTorch engine runs them.
-OF_ONNX = tuple(
-    PREFIX + name for name in ["compile", "dtype", "memory_format", "fuse", "cuda_graphs"]
-)
+# ONNX files have them on a GPU. ONNX Runtime's providers have no equivalent of the first two.
+OF_OWN_ENGINE = (f"{PREFIX}compile", f"{PREFIX}fuse")
+OF_ONNX = (*OF_OWN_ENGINE, *(PREFIX + name for name in ["dtype", "memory_format", "cuda_graphs"]))
+ON_GPUS = (GPU_ENGINE, *OF_ONNX)
 _OF_LLM = (
     "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "
     "random_weights text_timeout_s parse_special_tokens follow_links threads tpot_ms ttft_ms"
@@ -114,7 +115,7 @@ PARAMETERS = (
     *_texts("", "batching.md", "slo env pad pad_buckets"),
     *_texts("", "backends.md", "preprocess model_inputs postprocess model_outputs"),
     *_texts("pytorch", "backends.md", _OF_PYTORCH),
-    *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in OF_ONNX),
+    *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in ON_GPUS),
     *_texts(LLM, "llm.md", _OF_LLM),
 )
 _NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.field)
