@@ -648,8 +648,8 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
     if GPU_ENGINE in config.options and not config.uses_gpu:
         found.append((f"parameters.{GPU_ENGINE}", "no instance is on a GPU"))
     if config.backend == ONNX_RUNTIME and config.engine != ONNX_RUNTIME:
-        keys = [key for key in config.options if key.startswith(("providers", "provider_options."))]
-        found += [(f"parameters.{key}", f"parameters.{GPU_ENGINE} decides") for key in keys]
+        given = [key for key in config.options if key.startswith("provider")]
+        found += [(f"parameters.{key}", f"parameters.{GPU_ENGINE} decides") for key in given]
     return [f"{path}: has no effect; {why}" for path, why in found]
 
 
