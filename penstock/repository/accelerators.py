@@ -34,38 +34,41 @@ Problem = Callable[[str, str], None]
 def read(message: Proto, backend: str, problem: Problem) -> dict[str, str]:
     """Return the options for the accelerators of a config.pbtxt; empty without any. `problem` is
     called with the path and the text of each problem."""
-    if not message.optimization.HasField("execution_accelerators"):
-        return {}
     asked = message.optimization.execution_accelerators
-    if not asked.gpu_execution_accelerator and not asked.cpu_execution_accelerator:
-        return {}
-    if backend != ONNX_RUNTIME:
+    on_gpus, on_cpus = asked.gpu_execution_accelerator, asked.cpu_execution_accelerator
+    if (on_gpus or on_cpus) and backend != ONNX_RUNTIME:
         problem(PATH, f"only for ONNX files; backend '{backend}' is not supported")
         return {}
-    for each in asked.cpu_execution_accelerator:
+    for each in on_cpus:
         advice = 'backend: "openvino" runs ONNX files with OpenVINO on CPUs'
         problem(f"{PATH}.cpu_execution_accelerator", f"'{each.name}' is not supported; {advice}")
     providers: list[str] = []
     options: dict[str, str] = {}
-    for index, each in enumerate(asked.gpu_execution_accelerator):
+    for index, each in enumerate(on_gpus):
         path = f"{PATH}.gpu_execution_accelerator[{index}]"
-        if each.name not in PROVIDERS:
+        provider = PROVIDERS.get(each.name, "")
+        if not provider:
             problem(f"{path}.name", f"'{each.name}' is not one of {', '.join(PROVIDERS)}")
-            continue
-        provider = PROVIDERS[each.name]
-        if provider in providers:
+        elif provider in providers:
             problem(f"{path}.name", f"'{each.name}' is given twice")
-        providers.append(provider)
-        for key, value in sorted(each.parameters.items()):
-            name, text = _option(provider, key, value, path, problem)
-            if name:
-                options[f"provider_options.{provider}.{name}"] = text
+        else:
+            providers.append(provider)
+            options |= _options(each, provider, path, problem)
     if not providers:
         return {}
     if CUDA_PROVIDER not in providers:
         # For nodes that TensorRT does not take.
         providers.append(CUDA_PROVIDER)
     return {GPU_ENGINE: ONNX_RUNTIME, "providers": ",".join(providers), **options}
+
+
+def _options(accelerator: Proto, provider: str, path: str, problem: Problem) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in sorted(accelerator.parameters.items()):
+        name, text = _option(provider, key, value, path, problem)
+        if name:
+            found[f"provider_options.{provider}.{name}"] = text
+    return found
 
 
 def _option(provider: str, key: str, value: str, path: str, problem: Problem) -> tuple[str, str]:

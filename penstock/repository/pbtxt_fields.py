@@ -44,8 +44,8 @@ GRANTED = frozenset(
 # Refused if set: they change what a model does, and are not supported.
 _REFUSED = (
     "sequence_batching ensemble_scheduling batch_input batch_output model_operations "
-    "model_transaction_policy.decoupled response_cache.enable model_repository_agents input.reshape "
-    "input.allow_ragged_batch output.reshape"
+    "model_transaction_policy.decoupled response_cache.enable model_repository_agents "
+    "input.reshape input.allow_ragged_batch output.reshape"
 )
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
