@@ -1,5 +1,5 @@
 """ONNX Runtime on the GPU pipeline: its code, with the CPU provider and a GPU that is none; on a
-real one: tests/gpu/test_onnxruntime_cuda.py."""
+real one: tests/gpu/test_onnxruntime_gpu_cuda.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
