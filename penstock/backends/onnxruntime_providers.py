@@ -21,7 +21,6 @@ NUMBERED: Mapping[str, tuple[str, ...]] = {
     "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
 }
 TRITON_OPTIONS = (*NUMBERED, "gpu_mem_limit", "do_copy_in_default_stream")
-GRAPH_OPTION = "enable_cuda_graph"
 # Whether FP32 products are rounded to TF32. The library's default is that they are.
 TF32 = {"fp32": "0", "tf32": "1"}
 # Endings of what TensorRT writes to its cache: engines, their shape ranges, kernel timings.
@@ -54,14 +53,6 @@ def gpu_providers(config: ModelConfig, problems: list[str]) -> Providers:
     return [
         (name, {**(device | own[name] if name in own else {}), **given_options(config, name)})
         for name in names
-    ]
-
-
-def without_graphs(providers: Providers) -> Providers:
-    """Return the providers for sessions whose tensors have no fixed addresses."""
-    return [
-        (name, {key: text for key, text in given.items() if key != GRAPH_OPTION})
-        for name, given in providers
     ]
 
 
@@ -107,7 +98,7 @@ def _cuda_options(config: ModelConfig, problems: list[str]) -> dict[str, str]:
     if given.get("penstock.dtype", "") in TF32:
         options["use_tf32"] = TF32[given["penstock.dtype"]]
     if has_graphs(config):
-        options[GRAPH_OPTION] = "1"
+        options["enable_cuda_graph"] = "1"
     for key in TRITON_OPTIONS:
         if (text := given.get(key)) is None:
             continue

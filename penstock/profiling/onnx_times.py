@@ -114,12 +114,10 @@ def _profile(
     import onnxruntime as ort
 
     from penstock.backends.onnxruntime import providers_of, session_options
-    from penstock.backends.onnxruntime_providers import without_graphs
 
     problems: list[str] = []
     options = session_options(config, problems)
-    # A replayed graph has no operators.
-    providers = without_graphs(providers_of(config, problems))
+    providers = providers_of(config, problems)
     if problems:
         raise ConfigError(problems)
     for key, value in entries.items():

@@ -1,6 +1,8 @@
 """ONNX Runtime on the GPU pipeline: its code, with the CPU provider and a GPU that is none; on a
 real one: tests/gpu/test_onnxruntime_gpu_cuda.py."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -257,6 +259,23 @@ def test_errors_are_one_line_without_paths(tmp_path: Path, write_onnx: WriteOnnx
 class _Writers:
     def __init__(self, write_onnx: WriteOnnx) -> None:
         self.write_onnx = write_onnx
+
+
+def test_without_torch_the_error_says_what_to_install(scaled: ModelConfig) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from penstock.backends import backend\n"
+        "from penstock.config import BatchPolicy, ModelConfig\n"
+        "options = {'penstock.gpu_engine': 'onnxruntime'}\n"
+        "config = ModelConfig('m', '1', 'onnxruntime', sys.argv[1], (), (), 0, BatchPolicy(1),\n"
+        "    device='cuda:0', options=options)\n"
+        "try: backend('onnxruntime')(config)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    command = [sys.executable, "-c", code, scaled.artifact]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert found.startswith("ConfigError device: ONNX Runtime's GPU providers need the package")
+    assert "'torch'" in found and 'pip install "penstock[onnxruntime-gpu]"' in found
 
 
 @pytest.mark.skipif(

@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 from suites.backend import model_config
 
-from penstock.backends.onnxruntime_providers import (
-    EngineCache,
-    gpu_providers,
-    memory_limit,
-    without_graphs,
-)
+from penstock.backends.onnxruntime_providers import EngineCache, gpu_providers, memory_limit
 from penstock.config import ModelConfig, PadAxis, Padding
 from penstock.types import TensorSpec
 
@@ -126,12 +121,6 @@ def test_shapes_of_an_engine_reach_from_the_first_bucket_to_the_last() -> None:
 def test_wrong_options_are_refused(options: dict[str, str], problem: str) -> None:
     (found,) = problems_of(replace(config(), options=options))
     assert found.startswith(problem)
-
-
-def test_a_session_without_fixed_addresses_has_no_graphs() -> None:
-    graphed = gpu_providers(config(penstock__cuda_graphs="on"), [])
-    assert "enable_cuda_graph" in dict(graphed)[CUDA]
-    assert without_graphs(graphed) == gpu_providers(config(), [])
 
 
 def test_graphs_need_shapes_that_come_again() -> None:
