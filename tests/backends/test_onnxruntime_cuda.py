@@ -25,8 +25,10 @@ from suites.backend import (
 from penstock.backends import Batch, Runner, backend
 from penstock.backends.onnxruntime import open_session, session_options
 from penstock.backends.onnxruntime_nodes import RECORD, read_placement
-from penstock.config import BatchPolicy, ModelConfig
+from penstock.config import BatchPolicy, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
+from penstock.serving.proof import prove
+from penstock.serving.warmups import warm_up_all
 from penstock.types import TensorSpec
 
 torch = pytest.importorskip("torch")
@@ -164,6 +166,15 @@ class TestGraphs:
             assert_same(run(runner, {"x": array}, rows)["y"], array * 2, "FP32")
         assert runner.built()["cuda_graphs"] == "3"
         assert "without_cuda_graph" not in runner.built()
+
+    def test_the_warm_up_of_a_worker_captures_one_for_each_rung(self, scaled: ModelConfig) -> None:
+        config = replace(scaled, outputs=scaled.outputs[:1])
+        runner = open_on_cpu(config, is_captured=True)
+        proof = prove(config, runner)
+        assert (proof.unbatched, proof.notes) == ("", ())
+        warm_up_all(config, runner, proof)
+        runner.settle()
+        assert runner.built()["cuda_graphs"] == str(len(ladder(MAX_BATCH)))
 
     def test_none_is_captured_after_the_warm_up(self, scaled: ModelConfig) -> None:
         runner = open_on_cpu(scaled, is_captured=True)
