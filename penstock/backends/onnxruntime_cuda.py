@@ -143,8 +143,9 @@ class BoundSession:
         if len(bound) == len(self.outputs):
             return {}
         values = self._binding.get_outputs()
+        # DLPack has no booleans: they come as bytes.
         return {
-            spec.name: torch.from_dlpack(value)
+            spec.name: torch.from_dlpack(value).view(torch_type(spec.datatype))
             for spec, value in zip(self.outputs, values, strict=True)
             if spec.name not in bound
         }
@@ -301,11 +302,7 @@ def memory_used(device: str) -> int:
 
 def load(config: ModelConfig) -> OnnxCudaRunner:
     warn_unknown(config, OPTIONS_ON_GPUS)
-    builds = onnxruntime_install.installed()
-    if problem := onnxruntime_install.gpu_problem(builds, ort.get_available_providers()):
-        raise ConfigError(f"device: '{config.device}' {problem}")
-    if warning := onnxruntime_install.clash_warning(builds):
-        log.warning("%s", warning)
+    _check_install(config)
     problems: list[str] = []
     options = session_options(config, problems)
     providers = providers_of(config, problems)
@@ -334,6 +331,15 @@ def load(config: ModelConfig) -> OnnxCudaRunner:
     runner = OnnxCudaRunner(config, bound, device, placement, cache)
     runner.measure_from(used)
     return runner
+
+
+def _check_install(config: ModelConfig) -> None:
+    builds, folder = onnxruntime_install.installed(), onnxruntime_install.package_folder()
+    available = ort.get_available_providers()
+    if problem := onnxruntime_install.gpu_problem(builds, available, folder):
+        raise ConfigError(f"device: '{config.device}': {problem}")
+    if warning := onnxruntime_install.clash_warning(builds, folder):
+        log.warning("%s", warning)
 
 
 def _open_device(config: ModelConfig) -> Cuda:

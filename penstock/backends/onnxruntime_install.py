@@ -13,7 +13,8 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.repository.accelerators import CUDA_PROVIDER
@@ -30,51 +31,72 @@ BUILDS = (
 LIBRARIES = ("cudart", "nvJitLink", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
 
 
-def installed(path: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the installed builds with their versions; `path` replaces sys.path."""
-    found: dict[str, str] = {}
+@dataclass(frozen=True, slots=True)
+class InstalledBuild:
+    name: str
+    version: str
+    # Folder on sys.path that has the package's folder.
+    folder: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+def installed(path: Sequence[str] | None = None) -> list[InstalledBuild]:
+    """Return the installed builds in the order of sys.path, or of `path`."""
+    found: list[InstalledBuild] = []
     for each in importlib.metadata.distributions(path=list(sys.path if path is None else path)):
         name = re.sub(r"[-_.]+", "-", each.metadata["Name"] or "").lower()
         if name in BUILDS:
-            found.setdefault(name, each.version)
-    return found
+            folder = str(Path(str(each.locate_file(""))).resolve())
+            found.append(InstalledBuild(name, each.version, folder))
+    return list(dict.fromkeys(found))
+
+
+def package_folder() -> str:
+    """Return the folder on sys.path from which the library is imported."""
+    spec = importlib.util.find_spec(CPU_BUILD)
+    return str(Path(spec.origin).resolve().parents[1]) if spec and spec.origin else ""
 
 
 def remedy(version: str) -> str:
     """Return the commands that leave the GPU build alone in its folder."""
     wanted = f"{GPU_BUILD}=={version}" if version else GPU_BUILD
-    return f"run: pip uninstall -y {' '.join(BUILDS[:2])} && pip install --no-deps {wanted}"
+    return f"run: pip uninstall -y {CPU_BUILD} {GPU_BUILD} && pip install --no-deps {wanted}"
 
 
-def gpu_problem(builds: Mapping[str, str], providers: Sequence[str]) -> str:
+def gpu_problem(builds: Sequence[InstalledBuild], providers: Sequence[str], folder: str) -> str:
     """Return why GPU providers cannot be used, and what to do; empty if they can. `providers` are
-    those that the imported library has."""
-    others = [f"{name} {version}" for name, version in builds.items() if name != GPU_BUILD]
-    version = builds.get(GPU_BUILD, "")
+    those of the library that was imported from `folder`."""
+    ours = next((each for each in builds if each.name == GPU_BUILD and each.folder == folder), None)
+    others = [each for each in builds if each.name != GPU_BUILD and each.folder == folder]
+    names = " and ".join(map(str, others))
     if CUDA_PROVIDER in providers:
-        mixed = [name for name in builds if name != GPU_BUILD and builds[name] != version]
-        if not version or not mixed:
+        if ours is None or all(each.version == ours.version for each in others):
             return ""
-        what = f"{GPU_BUILD} {version} and {', '.join(others)} share one package folder"
-        return f"{what}, and their files are mixed; {remedy(version)}"
-    if not version:
-        return f"needs {GPU_BUILD}, which is not installed; {remedy(builds.get(CPU_BUILD, ''))}"
-    if not others:
-        return f"{GPU_BUILD} {version} is installed, but has no {CUDA_PROVIDER} on this platform"
-    hidden = (
-        f"{GPU_BUILD} {version} is installed, but {', '.join(others)} has overwritten its files"
-    )
-    return f"{hidden}: they share one package folder; {remedy(version)}"
+        mixed = f"{ours} and {names} share one package folder, and their files are mixed"
+        return f"{mixed}; {remedy(ours.version)}"
+    if ours is not None and others:
+        hidden = f"{ours} is installed, but {names} has overwritten its files"
+        return f"{hidden}: they share one package folder; {remedy(ours.version)}"
+    if ours is not None:
+        return f"{ours} is installed, but has no {CUDA_PROVIDER} on this platform"
+    if elsewhere := next((each for each in builds if each.name == GPU_BUILD), None):
+        return f"{elsewhere} is in {elsewhere.folder}, but {folder} comes first on sys.path"
+    version = others[0].version if others else ""
+    return f"needs {GPU_BUILD}, which is not installed; {remedy(version)}"
 
 
-def clash_warning(builds: Mapping[str, str]) -> str:
+def clash_warning(builds: Sequence[InstalledBuild], folder: str) -> str:
     """Return a warning about builds that work together only until one is installed again; empty
     without any."""
-    if GPU_BUILD not in builds or len(builds) == 1:
+    here = [each for each in builds if each.folder == folder]
+    ours = next((each for each in here if each.name == GPU_BUILD), None)
+    if ours is None or len(here) == 1:
         return ""
-    names = " and ".join(builds)
+    names = " and ".join(each.name for each in here)
     risk = "the next upgrade of one may overwrite the other"
-    return f"{names} share one package folder: {risk}; {remedy(builds[GPU_BUILD])}"
+    return f"{names} share one package folder: {risk}; {remedy(ours.version)}"
 
 
 def cuda_libraries(folders: Iterable[str]) -> list[Path]:

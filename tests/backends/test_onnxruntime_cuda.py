@@ -222,6 +222,19 @@ class TestGraphs:
         assert built["cuda_graphs"] == "0"
 
 
+def test_flags_of_unknown_number_are_flags(tmp_path: Path, write_onnx: WriteOnnx) -> None:
+    artifact = write_onnx(
+        tmp_path / "model.onnx",
+        [helper.make_node("Compress", ["flags", "flags"], ["kept"])],
+        {"flags": ("BOOL", ["n"])},
+        {"kept": ("BOOL", ["found"])},
+    )
+    specs = [TensorSpec("flags", "BOOL", (-1,))], [TensorSpec("kept", "BOOL", (-1,))]
+    runner = open_on_cpu(model_config("onnxruntime", artifact, *specs, 0))
+    flags = np.array([True, False, True])
+    assert_same(run(runner, {"flags": flags}, 1)["kept"], flags[flags], "BOOL")
+
+
 def test_outputs_of_known_shape_are_written_to_our_memory(scaled: ModelConfig) -> None:
     bound = open_bound(scaled, is_captured=True)
     outputs = bound.run({"x": torch.ones(2, 3)})
@@ -297,5 +310,5 @@ def test_without_the_gpu_build_the_error_says_what_to_install(scaled: ModelConfi
     with pytest.raises(ConfigError) as caught:
         backend("onnxruntime")(config)
     (problem,) = caught.value.problems
-    assert problem.startswith("device: 'cuda:0' needs onnxruntime-gpu, which is not installed; run")
+    assert problem.startswith("device: 'cuda:0': needs onnxruntime-gpu, which is not installed; ")
     assert "pip install --no-deps onnxruntime-gpu" in problem

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from penstock.backends import onnxruntime_install as install
 
 CUDA = ["CUDAExecutionProvider", "CPUExecutionProvider"]
@@ -19,71 +17,93 @@ def add_distribution(folder: Path, name: str, version: str) -> None:
     (info / "RECORD").write_text("onnxruntime/__init__.py,,\n")
 
 
-@pytest.mark.parametrize(
-    ("builds", "others"),
-    [
-        ({}, ["numpy"]),
-        ({"onnxruntime": "1.31.1"}, []),
-        ({"onnxruntime-gpu": "1.31.1"}, ["onnxruntime-extensions", "onnxruntime-genai"]),
-        ({"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.30.0"}, ["onnx"]),
-    ],
-)
-def test_builds_are_found_by_their_metadata(
-    builds: dict[str, str], others: list[str], tmp_path: Path
-) -> None:
+def found_in(folder: Path, **builds: str) -> list[install.InstalledBuild]:
     for name, version in builds.items():
-        add_distribution(tmp_path, name, version)
-    for name in others:
+        add_distribution(folder, name.replace("_", "-"), version)
+    return install.installed([str(folder)])
+
+
+def problem_of(builds: list[install.InstalledBuild], providers: list[str], folder: Path) -> str:
+    return install.gpu_problem(builds, providers, str(folder))
+
+
+def test_builds_are_found_by_their_metadata(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    add_distribution(first, "onnxruntime", "1.31.1")
+    add_distribution(second, "onnxruntime-gpu", "1.30.0")
+    for name in ("numpy", "onnx", "onnxruntime-extensions", "onnxruntime-genai"):
         # Their files are in folders of their own.
-        add_distribution(tmp_path, name, "2.0")
-    assert install.installed([str(tmp_path)]) == builds
+        add_distribution(first, name, "2.0")
+    found = install.installed([str(first), str(second)])
+    assert [(each.name, each.version, each.folder) for each in found] == [
+        ("onnxruntime", "1.31.1", str(first)),
+        ("onnxruntime-gpu", "1.30.0", str(second)),
+    ]
 
 
-def test_this_environment_has_one() -> None:
-    assert set(install.installed()) & {"onnxruntime", "onnxruntime-gpu"}
+def test_this_environment_has_one_where_it_is_imported_from() -> None:
+    here = [each for each in install.installed() if each.folder == install.package_folder()]
+    assert {each.name for each in here} & {"onnxruntime", "onnxruntime-gpu"}
+    assert (Path(install.package_folder()) / "onnxruntime" / "__init__.py").is_file()
 
 
-def test_the_gpu_build_alone_is_fine() -> None:
-    assert install.gpu_problem({"onnxruntime-gpu": "1.31.1"}, CUDA) == ""
-    assert install.clash_warning({"onnxruntime-gpu": "1.31.1"}) == ""
+def test_the_gpu_build_alone_is_fine(tmp_path: Path) -> None:
+    builds = found_in(tmp_path, onnxruntime_gpu="1.31.1")
+    assert problem_of(builds, CUDA, tmp_path) == ""
+    assert install.clash_warning(builds, str(tmp_path)) == ""
 
 
-def test_a_build_from_source_is_fine() -> None:
-    assert install.gpu_problem({}, CUDA) == ""
-    assert install.gpu_problem({"onnxruntime": "1.31.1"}, CUDA) == ""
+def test_a_build_from_source_is_fine(tmp_path: Path) -> None:
+    assert problem_of([], CUDA, tmp_path) == ""
+    assert problem_of(found_in(tmp_path, onnxruntime="1.31.1"), CUDA, tmp_path) == ""
 
 
-def test_both_work_while_versions_are_equal_and_the_gpu_files_are_there() -> None:
-    builds = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
-    assert install.gpu_problem(builds, CUDA) == ""
-    warning = install.clash_warning(builds)
+def test_both_work_while_versions_are_equal_and_the_gpu_files_are_there(tmp_path: Path) -> None:
+    builds = found_in(tmp_path, onnxruntime="1.31.1", onnxruntime_gpu="1.31.1")
+    assert problem_of(builds, CUDA, tmp_path) == ""
+    warning = install.clash_warning(builds, str(tmp_path))
     assert "share one package folder" in warning
     assert warning.endswith(f"{RECIPE}onnxruntime-gpu==1.31.1")
 
 
-def test_versions_that_differ_are_mixed() -> None:
-    builds = {"onnxruntime": "1.32.0", "onnxruntime-gpu": "1.31.1"}
-    problem = install.gpu_problem(builds, CUDA)
+def test_versions_that_differ_are_mixed(tmp_path: Path) -> None:
+    builds = found_in(tmp_path, onnxruntime="1.32.0", onnxruntime_gpu="1.31.1")
+    problem = problem_of(builds, CUDA, tmp_path)
     assert problem.startswith("onnxruntime-gpu 1.31.1 and onnxruntime 1.32.0 share one package")
     assert "mixed" in problem and problem.endswith(f"{RECIPE}onnxruntime-gpu==1.31.1")
 
 
-def test_overwritten_files_are_told() -> None:
-    builds = {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}
-    problem = install.gpu_problem(builds, PLAIN)
+def test_overwritten_files_are_told(tmp_path: Path) -> None:
+    builds = found_in(tmp_path, onnxruntime="1.31.1", onnxruntime_gpu="1.31.1")
+    problem = problem_of(builds, PLAIN, tmp_path)
     assert "but onnxruntime 1.31.1 has overwritten its files" in problem
     assert problem.endswith(f"{RECIPE}onnxruntime-gpu==1.31.1")
 
 
-def test_a_missing_build_is_told_with_the_version_that_fits() -> None:
-    problem = install.gpu_problem({"onnxruntime": "1.31.1"}, PLAIN)
+def test_builds_in_folders_of_their_own_do_not_clash(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    builds = [
+        *found_in(first, onnxruntime_gpu="1.31.1"),
+        *found_in(second, onnxruntime="1.29.0"),
+    ]
+    assert problem_of(builds, CUDA, first) == ""
+    assert install.clash_warning(builds, str(first)) == ""
+    # The other one comes first on sys.path.
+    problem = problem_of(builds, PLAIN, second)
+    assert problem == (
+        f"onnxruntime-gpu 1.31.1 is in {first}, but {second} comes first on sys.path"
+    )
+
+
+def test_a_missing_build_is_told_with_the_version_that_fits(tmp_path: Path) -> None:
+    problem = problem_of(found_in(tmp_path, onnxruntime="1.31.1"), PLAIN, tmp_path)
     assert problem == (
         f"needs onnxruntime-gpu, which is not installed; {RECIPE}onnxruntime-gpu==1.31.1"
     )
 
 
-def test_a_gpu_build_without_its_provider_is_told() -> None:
-    problem = install.gpu_problem({"onnxruntime-gpu": "1.31.1"}, PLAIN)
+def test_a_gpu_build_without_its_provider_is_told(tmp_path: Path) -> None:
+    problem = problem_of(found_in(tmp_path, onnxruntime_gpu="1.31.1"), PLAIN, tmp_path)
     assert "has no CUDAExecutionProvider on this platform" in problem
 
 
