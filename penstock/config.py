@@ -53,8 +53,13 @@ PREPROCESS_BACKEND = "preprocess"
 PACK, TOKENS = "penstock.pack", "tokens"
 # Triton's names of backends, where they differ from ours.
 PLATFORM_NAMES = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
-# Backends that start a batch on a GPU while earlier ones are still running there.
-AHEAD = ("pytorch", "tensorrt", "null")
+# The option that says who runs an ONNX file on a GPU: Penstock's own engine, which is the default,
+# or ONNX Runtime's GPU providers.
+GPU_ENGINE = "penstock.gpu_engine"
+OWN_ENGINE, ONNX_RUNTIME = "penstock", "onnxruntime"
+GPU_ENGINES = (OWN_ENGINE, ONNX_RUNTIME)
+# Engines that start a batch on a GPU while earlier ones are still running there.
+AHEAD = ("pytorch", "tensorrt", "null", ONNX_RUNTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,8 +367,10 @@ class ModelConfig:
     def engine(self) -> str:
         """The backend that computes: ONNX files run on PyTorch's on a GPU, unless ONNX Runtime's
         own providers are chosen."""
-        is_imported = self.backend == "onnxruntime" and self.uses_gpu
-        return "pytorch" if is_imported and "providers" not in self.options else self.backend
+        default = ONNX_RUNTIME if "providers" in self.options else OWN_ENGINE
+        is_own = self.options.get(GPU_ENGINE, default) == OWN_ENGINE
+        is_imported = self.backend == ONNX_RUNTIME and self.uses_gpu and is_own
+        return "pytorch" if is_imported else self.backend
 
     @property
     def uses_gpu(self) -> bool:

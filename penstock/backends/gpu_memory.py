@@ -20,9 +20,12 @@ MIN_UNUSED_BYTES = 64 << 20
 # Allowed growth beyond the use after warm-up, for batches of other shapes.
 GROWTH = 0.25
 MIN_GROWTH_BYTES = 256 << 20
-# Out-of-memory messages of libraries; cuBLAS, cuDNN and Triton do not raise torch's error.
+# Out-of-memory messages of libraries: cuBLAS, cuDNN, Triton and ONNX Runtime do not raise torch's
+# error.
 NO_MEMORY = (
     "out of memory",
+    "Failed to allocate memory",
+    "is smaller than requested bytes",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "_ALLOCATION_FAILED",

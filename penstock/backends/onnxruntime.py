@@ -1,11 +1,13 @@
 """ONNX files on ONNX Runtime, the default backend; threads and graph level are set explicitly.
 
-docs/backends.md explains the options. The effective settings are read back and compared.
+docs/backends.md explains the options. The effective settings are read back and compared. On a GPU
+Penstock's own engine runs the file, or, if chosen, the library's providers (`onnxruntime_cuda`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime as ort
 
-from penstock.backends import GPU_FALLBACK, Batch, Execution, Runner, backend
+from penstock.backends import GPU_FALLBACK, Batch, Execution, LoadRunner, Runner, backend
 from penstock.backends.checks import (
     check_signature,
     log,
@@ -27,9 +29,16 @@ from penstock.backends.checks import (
     warn_unknown,
 )
 from penstock.backends.finished import Finished
-from penstock.config import CPU, ModelConfig
+from penstock.backends.onnxruntime_providers import (
+    TRITON_OPTIONS,
+    Providers,
+    given_options,
+    gpu_providers,
+)
+from penstock.config import CPU, ONNX_RUNTIME, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file
+from penstock.repository.accelerators import CUDA_PROVIDER
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
 
 GRAPH_LEVELS = {
@@ -43,6 +52,7 @@ _OPTIONS = (
     "enable_mem_pattern providers provider_options. session. optimization."
 )
 OPTIONS = tuple(_OPTIONS.split())
+OPTIONS_ON_GPUS = (*OPTIONS, *TRITON_OPTIONS)
 EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMode.ORT_PARALLEL}
 # The library's names of element types, where they are not numpy's.
 OTHER_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
@@ -74,19 +84,9 @@ class OnnxRunner(Runner):
         providers = providers_of(config, problems)
         if problems:
             raise ConfigError(problems)
-        try:
-            self._session = _session(config.artifact, options, providers)
-        except Exception as error:  # The library raises its own types and plain Exception.
-            reason = shown_error(error, config)
-            raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
-        self.inputs = tuple(map(_spec, self._session.get_inputs()))
-        self.outputs = tuple(map(_spec, self._session.get_outputs()))
+        self._session = open_session(config, options, providers)
+        self.inputs, self.outputs = read_signature(self._session)
         check_signature(config, self.inputs, self.outputs)
-        got = self._session.get_providers()
-        # ONNX Runtime falls back to the CPU silently.
-        if missing := [name for name, _ in providers if name not in got]:
-            asked = ", ".join(missing)
-            raise ConfigError(f"parameters.providers: asked for {asked}, got {', '.join(got)}")
         self._output_names = [spec.name for spec in config.outputs]
         self._special = {
             spec.name: spec.datatype for spec in config.inputs if spec.datatype in ("BF16", "BYTES")
@@ -94,23 +94,8 @@ class OnnxRunner(Runner):
         self._has_bf16 = any(s.datatype == "BF16" for s in (*config.inputs, *config.outputs))
 
     def built(self) -> Mapping[str, str]:
-        options = self._session.get_session_options()
-        built = {
-            "onnxruntime": ort.__version__,
-            "providers": ",".join(self._session.get_providers()),
-            "intra_op_thread_count": str(options.intra_op_num_threads),
-            "inter_op_thread_count": str(options.inter_op_num_threads),
-            "execution_mode": options.execution_mode.name,
-            "graph_level": options.graph_optimization_level.name,
-            "enable_mem_arena": str(int(options.enable_cpu_mem_arena)),
-            "enable_mem_pattern": str(int(options.enable_mem_pattern)),
-        }
-        if self._fallback:
-            built[GPU_FALLBACK] = self._fallback
-        for provider, settings in self._session.get_provider_options().items():
-            for key, value in settings.items():
-                built[f"provider_options.{provider}.{key}"] = value
-        return built
+        fallback = {GPU_FALLBACK: self._fallback} if self._fallback else {}
+        return read_settings(self._session) | fallback
 
     def start(self, batch: Batch) -> Execution:
         feeds = batch.inputs
@@ -143,22 +128,71 @@ class OnnxRunner(Runner):
         return outputs
 
 
-def _session(
-    path: str, options: ort.SessionOptions, providers: list[tuple[str, dict[str, str]]]
+def open_session(
+    config: ModelConfig, options: ort.SessionOptions, providers: Providers
 ) -> ort.InferenceSession:
-    session = ort.InferenceSession(path, options, providers=providers)
+    """Load the file; raise BackendFailed if that fails, ConfigError if a provider is missing."""
+    try:
+        session = _session(config.artifact, options, providers)
+    except Exception as error:  # The library raises its own types and plain Exception.
+        reason = shown_error(error, config)
+        raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
+    got = session.get_providers()
+    # ONNX Runtime falls back to the CPU silently.
+    if missing := [name for name, _ in providers if name not in got]:
+        problem = f"asked for {', '.join(missing)}, got {', '.join(got)}"
+        if CUDA_PROVIDER in missing:
+            needs = f"CUDA {getattr(ort, 'cuda_version', '')} and cuDNN 9"
+            problem += f"; it needs {needs}, which torch for that CUDA brings"
+        raise ConfigError(f"parameters.providers: {problem}")
+    return session
+
+
+def _session(path: str, options: ort.SessionOptions, providers: Providers) -> ort.InferenceSession:
+    # Its own fallback prints to stdout and tries the CPU.
+    how = {"providers": providers, "enable_fallback": 0}
+    session = ort.InferenceSession(path, options, **how)
     if not any(node.type.startswith(MAPS) for node in session.get_outputs()):
         return session
     options.add_session_config_entry(WEIGHTS_FOLDER, str(Path(path).parent))
     model = onnx_file.without_zip_maps(Path(path)).SerializeToString()
-    return ort.InferenceSession(model, options, providers=providers)
+    return ort.InferenceSession(model, options, **how)
+
+
+def read_signature(
+    session: ort.InferenceSession,
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Return the inputs and outputs that the file declares."""
+    return tuple(map(_spec, session.get_inputs())), tuple(map(_spec, session.get_outputs()))
+
+
+def read_settings(session: ort.InferenceSession) -> dict[str, str]:
+    """Return the effective settings of a session, for `Runner.built`."""
+    options = session.get_session_options()
+    settings = {
+        "onnxruntime": ort.__version__,
+        "providers": ",".join(session.get_providers()),
+        "intra_op_thread_count": str(options.intra_op_num_threads),
+        "inter_op_thread_count": str(options.inter_op_num_threads),
+        "execution_mode": options.execution_mode.name,
+        "graph_level": options.graph_optimization_level.name,
+        "enable_mem_arena": str(int(options.enable_cpu_mem_arena)),
+        "enable_mem_pattern": str(int(options.enable_mem_pattern)),
+    }
+    for provider, given in session.get_provider_options().items():
+        for key, value in given.items():
+            settings[f"provider_options.{provider}.{key}"] = value
+    return settings
 
 
 def load(config: ModelConfig) -> Runner:
-    """Load the model: on the CPU by ONNX Runtime, on a GPU by the PyTorch engine. A model without
-    a kind in its instance_group that this engine cannot read runs on the CPU."""
-    if config.engine == "onnxruntime":
+    """Load the model: on the CPU by ONNX Runtime, on a GPU by Penstock's own engine or, if chosen,
+    by ONNX Runtime's providers. A model without a kind in its instance_group that our engine cannot
+    read runs on the CPU."""
+    if config.engine == ONNX_RUNTIME and config.device == CPU:
         return OnnxRunner(config)
+    if config.engine == ONNX_RUNTIME:
+        return _load_on_gpu(config)
     try:
         return backend("pytorch")(config)
     except ConfigError as error:
@@ -166,6 +200,16 @@ def load(config: ModelConfig) -> Runner:
             raise
         log.warning("%s runs on the CPU: %s", config.name, "; ".join(error.problems))
         return OnnxRunner(replace(config, device=CPU), fallback="; ".join(error.problems))
+
+
+def _load_on_gpu(config: ModelConfig) -> Runner:
+    try:
+        load_on_gpu: LoadRunner = importlib.import_module(f"{__name__}_cuda").load
+    except ModuleNotFoundError as error:
+        needs = f"ONNX Runtime's GPU providers need the package '{error.name}'"
+        brings = 'pip install "penstock[onnxruntime-gpu]" brings it'
+        raise ConfigError(f"device: {needs}, which is not installed; {brings}") from None
+    return load_on_gpu(config)
 
 
 def shown_error(error: Exception, config: ModelConfig) -> str:
@@ -212,18 +256,17 @@ def _flag(settings: Mapping[str, str], name: str, problems: list[str]) -> bool:
     return text != "0"
 
 
-def providers_of(config: ModelConfig, problems: list[str]) -> list[tuple[str, dict[str, str]]]:
-    names = [name.strip() for name in config.options.get("providers", CPU_PROVIDER).split(",")]
+def providers_of(config: ModelConfig, problems: list[str]) -> Providers:
+    if config.device != CPU:
+        providers = gpu_providers(config, problems)
+    else:
+        names = [name.strip() for name in config.options.get("providers", CPU_PROVIDER).split(",")]
+        providers = [(name, given_options(config, name)) for name in names]
     available = ort.get_available_providers()
-    unknown = [name for name in names if name not in available]
+    unknown = [name for name, _ in providers if name not in available]
     if unknown:
         build = f"this build of ONNX Runtime, which has {', '.join(available)}"
         problems.append(f"parameters.providers: {', '.join(unknown)} not in {build}")
-    providers = []
-    for name in names:
-        prefix = f"provider_options.{name}."
-        keys = [key for key in config.options if key.startswith(prefix)]
-        providers.append((name, {key.removeprefix(prefix): config.options[key] for key in keys}))
     return providers
 
 

@@ -18,7 +18,6 @@ import inspect
 import io
 import os
 import warnings
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,7 @@ from penstock.backends import (
 from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
+from penstock.backends.rows import rows_to_run, rungs_of
 from penstock.backends.torch_cuda import (
     PRIORITIES,
     Pipeline,
@@ -58,7 +58,7 @@ from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_regions import compile_regions
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
-from penstock.config import CPU, ModelConfig, ladder
+from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.gemm import joined
@@ -182,9 +182,7 @@ class TorchRunner(Runner):
         self._loaded = self._run = loaded
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
-        # Whether rows influence each other is tested only for batched models.
-        is_batched = config.max_batch_size > 0 and config.batching.is_dynamic
-        self._rungs = ladder(config.max_batch_size) if is_batched else []
+        self._rungs = rungs_of(config)
         self._packing = loaded.packing
         choosers = loaded.fusion, loaded.packing, loaded.linear
         self._choosers = [each for each in choosers if each is not None]
@@ -263,7 +261,7 @@ class TorchRunner(Runner):
             if self.pipeline is not None:
                 inputs = {name: self._view(name, alias(a)) for name, a in given.items()}
                 num_rows = batch.num_rows if self._config.max_batch_size else None
-                num_run = self._num_rows(batch)
+                num_run = rows_to_run(self._config, self._rungs, batch)
                 self._num_tokens = self._token_budget(batch, num_run)
                 return self.pipeline.start(inputs, num_rows, num_run, self._num_tokens)
             # Copy: a module may write to its inputs, and a batch may have to run again. It costs
@@ -352,21 +350,6 @@ class TorchRunner(Runner):
 
     def is_lost(self) -> bool:
         return self.pipeline is not None and self.pipeline.device.is_lost()
-
-    def _num_rows(self, batch: Batch) -> int:
-        """Return the rows to run: padded to the next rung of the ladder, which is warmed up. For
-        each new shape libraries build kernels, which takes many times as long as a batch."""
-        index = bisect_left(self._rungs, batch.num_rows)
-        rung = self._rungs[index] if index < len(self._rungs) else batch.num_rows
-        padding = self._config.padding
-        if padding is None or self._config.batching.max_tokens is None:
-            return rung
-        # An optional input may be missing.
-        axes = [each for each in padding.axes if each.input in batch.inputs]
-        lengths = [batch.inputs[each.input].shape[1 + each.axis] for each in axes]
-        # At most the token budget, which is warmed up as well.
-        most = self._config.max_rows(max(lengths, default=1))
-        return max(batch.num_rows, min(rung, most))
 
     def _view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """View BF16 inputs as such: numpy only has their bits."""

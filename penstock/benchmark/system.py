@@ -17,7 +17,7 @@ from penstock.benchmark.results import Environment, SystemSample
 from penstock.system import devices
 
 SAMPLE_S = 0.5
-PACKAGES = ("numpy", "onnxruntime", "openvino", "torch", "grpcio", "uvloop")
+PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "openvino", "torch", "grpcio", "uvloop")
 
 
 class SystemWatch:

@@ -15,7 +15,7 @@ from penstock.optimizer import goals, outcomes, time_plan
 from penstock.optimizer.answer_source import CHOICE
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.evaluator import Evaluator
-from penstock.optimizer.facts import Facts
+from penstock.optimizer.facts import Facts, fallback_problem
 from penstock.optimizer.findings import Contender, Findings, arrangement
 from penstock.optimizer.passes import Pass, PassContext
 from penstock.optimizer.progress import ProgressReporter
@@ -217,6 +217,7 @@ class Attempts:
         # Rows influence each other at any precision: a tolerance for rounding must not hide it.
         facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
         problems = each.check(candidate.steps[-1], parent.facts, facts)
+        problems += filter(None, [fallback_problem(parent.facts, facts)])
         if problems:
             reason = f"not what was asked for: {'; '.join(problems)}"
         elif facts.repeat_problem:

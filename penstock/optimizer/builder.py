@@ -17,6 +17,7 @@ from penstock.optimizer.passes import BuildContext
 from penstock.optimizer.run_context import RunContext
 from penstock.optimizer.time_plan import CutOff, OutOfTime, TookTooLong
 from penstock.repository import layout
+from penstock.repository.accelerators import TENSORRT_PROVIDER
 
 # Share of the remaining search time that one compilation may take; it gets at least MIN_COMPILE_S.
 COMPILE_SHARE = 0.5
@@ -108,7 +109,10 @@ class Builder:
             self.gpu.make_room(parent.config)
         made_by.build(parent, step, target, self.context)
         made = _open(candidate, target)
-        if not {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
+        options = made.config.options
+        # TensorRT builds engines at load.
+        is_compiled = TENSORRT_PROVIDER in options.get("providers", "")
+        if not is_compiled and not {"penstock.compile", "penstock.fuse"} & options.keys():
             return
         self.run.tell("compile")
         self.gpu.make_room(made.config)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.backends.onnxruntime_nodes import FALLBACK, num_fallen_back
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
@@ -76,6 +77,14 @@ def file_facts(build: Build) -> Facts:
     files = (each for each in build.version_folder.rglob("*") if each.is_file())
     facts.file_bytes = sum(each.stat().st_size for each in files)
     return facts
+
+
+def fallback_problem(before: Facts, after: Facts) -> str:
+    """Return which layers a step has moved from a GPU to the CPU, where every batch is copied to
+    and fro; empty without any. Shapes are computed there by design."""
+    if num_fallen_back(after.built) <= num_fallen_back(before.built):
+        return ""
+    return f"nodes fell back to the CPU: {after.built[FALLBACK]}"
 
 
 def describe_weights(build: Build) -> str:

@@ -30,8 +30,8 @@ from penstock.optimizer.time_plan import MODEL_STAGES, OutOfTime, TimeBudget
 # Parents below this share of the best are not used in the stage: BF16 may double the rate.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
 # Passes whose later steps, on a GPU, are at best as fast as the first: BF16 and TF32 after FP16,
-# FP8 for some matmuls after FP8 for all.
-ALTERNATIVES = ("half", "fp8")
+# FP8 for some matmuls after FP8 for all, launching kernel by kernel after CUDA graphs.
+ALTERNATIVES = ("half", "fp8", "onnxruntime-gpu")
 # Starts again from the model's own operators, however far other passes have come.
 COMPILER = "torch-compile"
 FAR_BEHIND = "the candidates that it could build on are far slower than the best"
@@ -107,9 +107,9 @@ def _from_the_best(contender: Contender) -> tuple[float, float]:
 
 
 def _family(config: ModelConfig) -> tuple[str, bool]:
-    """Return the family of a build, of which the best stands for all: builds of one backend. On a
+    """Return the family of a build, of which the best stands for all: builds of one engine. On a
     GPU, models compiled at load are a separate family: later steps may decide whether that pays."""
-    return config.backend, config.uses_gpu and "penstock.compile" in config.options
+    return config.engine, config.uses_gpu and "penstock.compile" in config.options
 
 
 # Headroom: to be enough, the predicted rate must be this many times the required rate. Fully loaded

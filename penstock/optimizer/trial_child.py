@@ -196,7 +196,7 @@ class Trial:
     def inspect(self, question: Inspect) -> Facts:
         build = Build(question.candidate, Path(question.folder), self._config)
         found = facts.file_facts(build)
-        if self._config.engine == "onnxruntime":
+        if self._config.engine == "onnxruntime" and self._config.device == CPU:
             options = dict(self._config.options)
             found.optimised_operators = facts.optimised_operators(build.artifact, options)
         found.built = dict(self._runner.built())

@@ -24,8 +24,8 @@ SHARES = re.compile(r"top\d+|agreement|accuracy")
 # Passes that implement a profile's step, by its name.
 WAYS = {
     "fusion": ("transformer-fusion", "conv-fusion", "openvino", "torch-compile"),
-    "compile": ("onnx-export", "openvino", "torch-compile"),
-    "cuda-graphs": ("cuda-graphs", "conv-fusion", "torch-compile"),
+    "compile": ("onnx-export", "openvino", "onnxruntime-gpu", "torch-compile"),
+    "cuda-graphs": ("cuda-graphs", "conv-fusion", "onnxruntime-gpu", "torch-compile"),
     "fp8": ("fp8",),
     "int8": ("int8-dynamic", "int8-static"),
     "batching": ("batching",),

@@ -21,7 +21,7 @@ from penstock.backends import Batch, Runner
 from penstock.backends.checks import share_of_cores
 from penstock.backends.processing import apply, pad
 from penstock.benchmark import system
-from penstock.config import CPU, ModelConfig
+from penstock.config import CPU, ONNX_RUNTIME, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.shapes import THREADS
 from penstock.profiling import onnx_times, openvino_times, profiler, roofline, torch_times, trace
@@ -189,11 +189,12 @@ def _flight_of(runner: Runner, batch: Batch, num_slots: int) -> Callable[[], obj
 def _operators(
     config: ModelConfig, runner: Runner, batch: Batch, num_runs: int, built: Mapping[str, str]
 ) -> Timed:
-    if config.engine == "onnxruntime":
+    if config.engine == ONNX_RUNTIME and config.device == CPU:
         return onnx_times.timed(config, batch.inputs, num_runs)
     if config.backend == "openvino":
         return openvino_times.timed(config, batch.inputs, num_runs)
-    if config.engine == "pytorch":
+    # On a GPU torch's profiler sees the kernels of other libraries too.
+    if config.engine in ("pytorch", ONNX_RUNTIME):
         datatype = TORCH_TYPES.get(built.get("dtype", "").partition(",")[0], "fp32")
         run = _run_of(runner, batch)
         if config.device == CPU:

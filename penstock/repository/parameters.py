@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock import slo
 from penstock.config import (
+    GPU_ENGINE,
     HEADS,
     LLM,
     SLO_OFF,
@@ -99,6 +100,10 @@ _OF_SHARING = "stream_priority streams nvtx"
 # ONNX files have them on a GPU, where the PyTorch engine runs them.
 _OF_ONNX = f"{_OF_PYTORCH.partition(' ')[2]} fixed_inputs {_OF_SHARING}"
 OF_ONNX = tuple(PREFIX + name for name in _OF_ONNX.split())
+# ONNX Runtime's providers have an equivalent of these only.
+_OF_BOTH = ("dtype", "memory_format", "cuda_graphs")
+OF_OWN_ENGINE = tuple(PREFIX + name for name in _OF_ONNX.split() if name not in _OF_BOTH)
+ON_GPUS = (GPU_ENGINE, *OF_ONNX)
 _OF_LLM = (
     "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "
     "random_weights text_timeout_s parse_special_tokens follow_links threads tpot_ms ttft_ms"
@@ -118,7 +123,7 @@ PARAMETERS = (
     *_texts("", "backends.md", "preprocess model_inputs postprocess model_outputs"),
     *_texts("pytorch", "backends.md", f"{_OF_PYTORCH} {_OF_SHARING}"),
     *_texts("tensorrt", "backends.md", "cuda_graphs"),
-    *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in OF_ONNX),
+    *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in ON_GPUS),
     *_texts(LLM, "llm.md", _OF_LLM),
 )
 _NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.field)

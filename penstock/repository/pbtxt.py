@@ -22,8 +22,11 @@ from penstock.config import (
     CLASSIFIER,
     CPU,
     EACH_GPU,
+    GPU_ENGINE,
+    GPU_ENGINES,
     LLM,
     MAX_INSTANCES,
+    ONNX_RUNTIME,
     PLATFORM_NAMES,
     STAGES,
     BatchPolicy,
@@ -33,6 +36,7 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError
 from penstock.repository import (
+    accelerators,
     onnx_file,
     openvino_file,
     parameters,
@@ -163,6 +167,10 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     message.metric_tags.update(config.metric_tags)
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
+    # They are among the options.
+    message.optimization.ClearField("execution_accelerators")
+    if not message.optimization.ListFields():
+        message.ClearField("optimization")
     message.parameters.clear()
     for key, value in {**config.options, **parameters.write(config)}.items():
         message.parameters[key].string_value = value
@@ -190,6 +198,8 @@ def to_served(config: ModelConfig) -> Proto:
     if written.model_warmup:
         del message.model_warmup[:]
         message.model_warmup.extend(written.model_warmup)
+    if written.HasField("optimization"):
+        message.optimization.CopyFrom(written.optimization)
     for key, value in written.parameters.items():
         message.parameters[key].CopyFrom(value)
     return message
@@ -323,7 +333,11 @@ class _Resolver:
         backend = self._backend()
         artifact = self._artifact(backend)
         inputs, outputs, max_batch = self._tensors(backend, artifact)
-        options = {key: value.string_value for key, value in message.parameters.items()}
+        options = accelerators.read(message, backend, self._problem)
+        options |= {key: value.string_value for key, value in message.parameters.items()}
+        if options.get(GPU_ENGINE, ONNX_RUNTIME) not in GPU_ENGINES:
+            expected = f"'{options[GPU_ENGINE]}' is not one of {', '.join(GPU_ENGINES)}"
+            self._problem(f"parameters.{GPU_ENGINE}", expected)
         reader = ParameterReader(options, backend, self._folder, self._problem)
         numbers = reader.numbers()
         preprocess = reader.preprocess()
@@ -356,9 +370,11 @@ class _Resolver:
             self._problem(f"parameters.{parameters.MAX_TOKENS}", problem)
         placed = self._instances(backend)
         is_optional = self._is_gpu_optional(backend) and set(placed) != {CPU}
-        if is_optional and "providers" in options:
-            # ONNX Runtime's own providers are chosen by name.
-            placed, is_optional = [CPU] * len(placed), False
+        if is_optional and config.on(placed).engine == ONNX_RUNTIME:
+            # ONNX Runtime is chosen by name: nothing else runs the model instead.
+            is_optional = False
+            if not _names_gpu_provider(options):
+                placed = [CPU] * len(placed)
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
@@ -623,10 +639,25 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
     elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
         found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
-    if config.engine == "onnxruntime":
-        why = "ONNX Runtime runs the model; on a GPU (KIND_GPU) the PyTorch engine would"
-        found += [(f"parameters.{key}", why) for key in parameters.OF_ONNX if key in config.options]
+    if config.engine == ONNX_RUNTIME:
+        ran_by, engine = "ONNX Runtime runs the model", "Penstock's own engine would"
+        why = (
+            f"{ran_by}; {engine}" if config.uses_gpu else f"{ran_by}; on a GPU (KIND_GPU) {engine}"
+        )
+        keys = parameters.OF_OWN_ENGINE if config.uses_gpu else parameters.OF_ONNX
+        found += [(f"parameters.{key}", why) for key in keys if key in config.options]
+    if GPU_ENGINE in config.options and not config.uses_gpu:
+        found.append((f"parameters.{GPU_ENGINE}", "no instance is on a GPU"))
+    if config.backend == ONNX_RUNTIME and config.engine != ONNX_RUNTIME:
+        given = [key for key in config.options if key.startswith("provider")]
+        found += [(f"parameters.{key}", f"parameters.{GPU_ENGINE} decides") for key in given]
     return [f"{path}: has no effect; {why}" for path, why in found]
+
+
+def _names_gpu_provider(options: Mapping[str, str]) -> bool:
+    """Whether the chosen providers of ONNX Runtime use a GPU; without a choice they do."""
+    named = options.get("providers")
+    return named is None or any(name in named for name in accelerators.GPU_PROVIDERS)
 
 
 def _is_set(message: Proto, path: str) -> bool:

@@ -28,6 +28,8 @@ _READ = {
     "dynamic_batching.default_queue_policy.": _QUEUE,
     "dynamic_batching.priority_queue_policy.": _QUEUE,
     "instance_group.": "kind count gpus",
+    "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
+    "optimization.execution_accelerators.cpu_execution_accelerator.": "name parameters",
     "parameters.": "string_value",
     "model_warmup.": "name batch_size count",
     "model_warmup.inputs.": "data_type dims zero_data random_data input_data_file",
@@ -42,8 +44,8 @@ GRANTED = frozenset(
 # Refused if set: they change what a model does, and are not supported.
 _REFUSED = (
     "sequence_batching ensemble_scheduling batch_input batch_output model_operations "
-    "model_transaction_policy.decoupled response_cache.enable optimization.execution_accelerators "
-    "model_repository_agents input.reshape input.allow_ragged_batch output.reshape"
+    "model_transaction_policy.decoupled response_cache.enable model_repository_agents "
+    "input.reshape input.allow_ragged_batch output.reshape"
 )
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.

@@ -3,7 +3,8 @@
 Queries the machine, then lets `placement` decide. Starts nothing: the catalog loads the
 arrangement, and the command line shows the plan. The need of an instance is the first known of: the
 configured size, the size measured for the version's evidence, and an estimate from its weights at
-their loaded precision plus a fixed amount for the rest.
+their loaded precision plus a fixed amount for the rest. A limit of ONNX Runtime's memory counts as
+configured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.backends import GPU_MEMORY
-from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
+from penstock.backends.onnxruntime_providers import memory_limit
+from penstock.config import CPU, GPU_MEMORY_RESERVE, ONNX_RUNTIME, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
 from penstock.repository import onnx_file, pretrained
@@ -148,9 +150,16 @@ def need_of(config: ModelConfig) -> Need:
     """Return the GPU memory that one instance needs."""
     if config.gpu_memory_bytes is not None:
         return Need(config.gpu_memory_bytes, "configured")
+    if (limit := _arena_limit(config)) is not None:
+        return Need(limit + CONTEXT_BYTES, "configured")
     if (measured := _measured(config)) is not None:
         return Need(measured + CONTEXT_BYTES, "evidence")
     return Need(weight_bytes(config) + WORKSPACE_BYTES + CONTEXT_BYTES, "estimated")
+
+
+def _arena_limit(config: ModelConfig) -> int | None:
+    """Return the configured limit of the memory that ONNX Runtime takes; None without one."""
+    return memory_limit(config) if config.engine == ONNX_RUNTIME else None
 
 
 def weight_bytes(config: ModelConfig) -> int:

@@ -160,6 +160,15 @@ def read_uses() -> tuple[GpuUse, ...]:
     return tuple(map(_use, _handles()))
 
 
+def memory_of(pid: int, index: int) -> int | None:
+    """Return the memory of a process on a GPU in bytes, with the driver's overhead for it; None if
+    the driver does not tell, as in containers with process numbers of their own."""
+    handle = next((each for at, each in enumerate(_handles()) if at == index), None)
+    processes = None if handle is None else _ask("DeviceGetComputeRunningProcesses", handle)
+    found = [each.usedGpuMemory for each in processes or () if each.pid == pid]
+    return found[0] if found else None
+
+
 def _use(handle: Handle) -> GpuUse:
     memory = _ask("DeviceGetMemoryInfo", handle)
     rates = _ask("DeviceGetUtilizationRates", handle)

@@ -100,6 +100,8 @@ class MadeLab:
         self.broken: set[str] = set()
         self.differing: set[str] = set()
         self.unsteady: set[str] = set()
+        # What "faster" tells of its nodes.
+        self.on_cpu: dict[str, str] = {}
         self.unservable: set[str] = set()
         self.kept = KeptLayers()
         self.examples: object | None = object()
@@ -142,7 +144,8 @@ class MadeLab:
 
     def facts(self, build: Build) -> Facts:
         problem = "example 3 moved" if last(build.candidate) in self.unsteady else ""
-        return Facts("null", repeat_problem=problem)
+        built = self.on_cpu if last(build.candidate) == "faster" else {}
+        return Facts("null", built=dict(built), repeat_problem=problem)
 
     def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
         self.asked.append(f"numerics {last(build.candidate)} {is_exact}")
@@ -472,7 +475,7 @@ def test_what_the_gate_refuses_is_not_chosen_however_fast() -> None:
     assert not any("lossy" in text for text in lab.served)
 
 
-@pytest.mark.parametrize("gate", ["build", "read back", "repeats", "numerics"])
+@pytest.mark.parametrize("gate", ["build", "read back", "placement", "repeats", "numerics"])
 def test_each_gate_ends_a_candidate_with_its_reason(gate: str) -> None:
     step = MadePass(
         "faster", "compile", problems={"": "FP32 all over"} if gate == "read back" else {}
@@ -480,6 +483,8 @@ def test_each_gate_ends_a_candidate_with_its_reason(gate: str) -> None:
     lab, run = searched({"original": 20.0, "faster": 1.0}, step)
     if gate == "build":
         lab.broken = {"faster"}
+    if gate == "placement":
+        lab.on_cpu = {"nodes_fallen_back_to_cpu": "2: 2 Det"}
     if gate == "repeats":
         lab.unsteady = {"faster"}
     if gate == "numerics":
@@ -488,6 +493,10 @@ def test_each_gate_ends_a_candidate_with_its_reason(gate: str) -> None:
     assert (outcome, reason) == {
         "build": ("failed", "it does not build"),
         "read back": ("rejected", "not what was asked for: FP32 all over"),
+        "placement": (
+            "rejected",
+            "not what was asked for: nodes fell back to the CPU: 2: 2 Det",
+        ),
         "repeats": (
             "rejected",
             "the same rows give different answers each time: example 3 moved",

@@ -57,6 +57,17 @@ READ = {
     "instance_group.kind": ("", "instance_group { kind: KIND_GPU }"),
     "instance_group.count": ("", "instance_group { count: 3 }"),
     "instance_group.gpus": ("", "instance_group { gpus: 0 }"),
+    **{
+        f"optimization.execution_accelerators.{kind}_execution_accelerator.{field}": (
+            "",
+            f"optimization {{ execution_accelerators {{ {kind}_execution_accelerator {text} }} }}",
+        )
+        for kind in ("gpu", "cpu")
+        for field, text in (
+            ("name", '{ name: "tensorrt" }'),
+            ("parameters", '{ parameters { key: "k" value: "v" } }'),
+        )
+    },
     "default_model_filename": ("", 'default_model_filename: "net.bin"'),
     "metric_tags": ("", 'metric_tags { key: "team" value: "vision" }'),
     "parameters.string_value": ("", 'parameters { key: "k" value { string_value: "v" } }'),

@@ -12,6 +12,7 @@ from penstock.serving.fleet import CONTEXT_BYTES, WORKSPACE_BYTES, need_of, weig
 from penstock.serving.placement import Need
 from penstock.types import TensorSpec
 
+CUDA = "CUDAExecutionProvider"
 FIXED_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES
 
 
@@ -87,6 +88,16 @@ def test_a_model_without_files_needs_the_fixed_sum(config: ModelConfig):
 def test_what_the_configuration_says_holds(config: ModelConfig, tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     assert need_of(replace(config, gpu_memory_bytes=7)) == Need(7, "configured")
+
+
+@pytest.mark.parametrize("key", ["gpu_mem_limit", f"provider_options.{CUDA}.gpu_mem_limit"])
+def test_a_limit_of_onnx_runtime_is_what_it_takes(config: ModelConfig, key: str):
+    options = {"penstock.gpu_engine": "onnxruntime", key: "5000"}
+    limited = replace(config, backend="onnxruntime", options=options, device="cuda:0")
+    assert need_of(limited) == Need(5000 + CONTEXT_BYTES, "configured")
+    # Our own engine has no such limit.
+    own = replace(limited, options={**options, "penstock.gpu_engine": "penstock"})
+    assert need_of(own).source == "estimated"
 
 
 @pytest.mark.parametrize(

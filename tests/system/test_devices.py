@@ -96,6 +96,18 @@ def test_a_gpu_that_refuses_a_question_answers_the_others(seen: dict[str | None,
     assert use.memory_used_bytes == 2 * GIB
 
 
+def test_memory_of_a_process_is_told_if_the_driver_knows_it(tmp_path: Path) -> None:
+    fake_nvml.build(tmp_path)
+    code = (
+        "from penstock.system.devices import memory_of\n"
+        "print([memory_of(*each) for each in ((4242, 0), (77, 0), (1, 0), (4242, 1), (4242, 9))])"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
+    assert found.decode().strip() == str([3 * GIB, None, None, None, None])
+
+
 def test_a_library_of_something_else_is_no_driver(tmp_path: Path) -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     libc = next(line.split()[-1] for line in maps if "libc.so" in line)

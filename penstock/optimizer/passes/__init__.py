@@ -39,6 +39,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "transformer-fusion": ("penstock.optimizer.passes.transformer_fusion", "TransformerFusion"),
     "shape-folding": ("penstock.optimizer.passes.shape_folding", "ShapeFolding"),
     "openvino": ("penstock.optimizer.passes.to_openvino", "ToOpenVino"),
+    "onnxruntime-gpu": ("penstock.optimizer.passes.onnxruntime_gpu", "OnnxRuntimeGpu"),
     "conv-fusion": ("penstock.optimizer.passes.conv_fusion", "ConvFusion"),
     "packing": ("penstock.optimizer.passes.packing", "SequencePacking"),
     "cuda-graphs": ("penstock.optimizer.passes.cuda_graphs", "CudaGraphs"),

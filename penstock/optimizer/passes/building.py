@@ -60,9 +60,9 @@ def has_open_layers(config: ModelConfig) -> bool:
 
 
 def stays_on_gpu(config: ModelConfig) -> bool:
-    """Return whether the PyTorch engine runs this on a GPU: passes for ONNX Runtime and for CPUs do
-    not apply."""
-    return config.uses_gpu and config.engine == "pytorch"
+    """Return whether the PyTorch engine or ONNX Runtime's providers run this on a GPU: passes for
+    CPUs do not apply."""
+    return config.uses_gpu and config.engine in ("pytorch", "onnxruntime")
 
 
 def is_onnx(build: Build) -> bool:

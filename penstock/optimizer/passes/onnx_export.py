@@ -26,7 +26,7 @@ class OnnxExport(Pass):
             return self.skip(STAYS_ON_GPU)
         if pt2_file.is_compiled(build.artifact):
             return self.skip("an AOTInductor package is machine code already")
-        if "onnxruntime" not in context.machine.versions:
+        if not {"onnxruntime", "onnxruntime-gpu"} & context.machine.versions.keys():
             return self.skip("onnxruntime is not installed")
         return [Step(self.name)]
 
