@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.backends import GPU_MEMORY
-from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
+from penstock.config import CPU, DECODE_BYTES, GPU_MEMORY_RESERVE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
 from penstock.repository import onnx_file, pretrained
@@ -150,7 +150,8 @@ def need_of(config: ModelConfig) -> Need:
         return Need(config.gpu_memory_bytes, "configured")
     if (measured := _measured(config)) is not None:
         return Need(measured + CONTEXT_BYTES, "evidence")
-    return Need(weight_bytes(config) + WORKSPACE_BYTES + CONTEXT_BYTES, "estimated")
+    num_bytes = weight_bytes(config) + WORKSPACE_BYTES + CONTEXT_BYTES
+    return Need(num_bytes + config.decodes_on_gpu * DECODE_BYTES, "estimated")
 
 
 def weight_bytes(config: ModelConfig) -> int:
