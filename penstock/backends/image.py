@@ -37,7 +37,7 @@ MAX_PIXELS = 36_000_000
 # Pillow computes without the interpreter's lock. Behind them, a GPU needs no cores.
 MAX_THREADS, MAX_GPU_THREADS = 4, 16
 # Of images for warm-up.
-SEED, NOISE = 5, 24
+SEED, NOISE = 5, 36
 Row = Mapping[str, Array]
 
 
@@ -151,9 +151,9 @@ def check_resized(placed: Placement) -> None:
         raise InvalidRequest(f"resized to {size}; at most {MAX_PIXELS} in all")
 
 
-def draw_sample(width: int, height: int) -> bytes:
+def draw_sample(width: int, height: int, seed: int = SEED) -> bytes:
     """Return a JPEG for warm-up: smooth colours with noise, about as large as a photo's file."""
-    chance = np.random.default_rng(SEED)
+    chance = np.random.default_rng(seed)
     library = _pillow()
     coarse = library.fromarray(chance.integers(0, 256, (6, 8, 3), np.uint8))
     smooth = np.asarray(coarse.resize((width, height), library.Resampling.BICUBIC), np.int16)

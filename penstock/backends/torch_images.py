@@ -292,11 +292,11 @@ class ImageRunner(Processed):
         self._network = inner
         self._after = functions.after
         decode_jpegs: DecodeJpegs | None = None
-        self._problem = "only bilinear and bicubic interpolation are there on GPUs"
-        if step.settings.resample in pixels.FILTERS:
-            decode_jpegs, self._problem = open_nvjpeg(torch.device(config.device))
-        if self._problem:
-            log.warning("images are decoded by CPU threads: %s", self._problem)
+        self._problem = "decoder=cpu"
+        if not step.settings.is_decoded_on_cpu:
+            decode_jpegs, self._problem = _open_decoder(step, torch.device(config.device))
+            if self._problem:
+                log.warning("images are decoded by CPU threads: %s", self._problem)
         form = inner.input_form(step.spec.name)
         self.decoder = DeviceDecoder(pipeline.device, step, *form, decode_jpegs)
 
@@ -322,6 +322,12 @@ class ImageRunner(Processed):
         files = np.empty(batch.inputs[name].shape, np.object_)
         files[...] = draw_sample(*SAMPLE_SIZE)
         yield Batch({name: files}, batch.num_rows, batch.requests)
+
+
+def _open_decoder(step: ImageStep, device: torch.device) -> tuple[DecodeJpegs | None, str]:
+    if step.settings.resample not in pixels.FILTERS:
+        return None, "only bilinear and bicubic interpolation are there on GPUs"
+    return open_nvjpeg(device)
 
 
 def _upright(header: JpegHeader) -> tuple[int, int]:

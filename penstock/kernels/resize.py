@@ -106,13 +106,13 @@ def _place(
             line_green += weight * tl.load(pixel, mask=is_read, other=0).to(tl.float32)
             pixel += source_channel
             line_blue += weight * tl.load(pixel, mask=is_read, other=0).to(tl.float32)
-        red += y_weight * _to_8_bits(line_red / x_total)
-        green += y_weight * _to_8_bits(line_green / x_total)
-        blue += y_weight * _to_8_bits(line_blue / x_total)
+        red += y_weight * _to_8_bits(tl.div_rn(line_red, x_total))
+        green += y_weight * _to_8_bits(tl.div_rn(line_green, x_total))
+        blue += y_weight * _to_8_bits(tl.div_rn(line_blue, x_total))
     y_total = tl.where(y_total == 0.0, 1.0, y_total)
-    red = _to_8_bits(red / y_total)
-    green = _to_8_bits(green / y_total)
-    blue = _to_8_bits(blue / y_total)
+    red = _to_8_bits(tl.div_rn(red, y_total))
+    green = _to_8_bits(tl.div_rn(green, y_total))
+    blue = _to_8_bits(tl.div_rn(blue, y_total))
     if not IS_RAW:
         red = (red * scale - mean_0) / std_0
         green = (green * scale - mean_1) / std_1

@@ -27,7 +27,7 @@ FILTERS: Mapping[str, int] = {
 }
 NUM_CHANNELS = 3
 DATATYPES = ("FP32", "FP16", "UINT8")
-KEYS = ("resize", "interpolation", "channels", "scale", "mean", "std")
+KEYS = ("resize", "interpolation", "channels", "scale", "mean", "std", "decoder")
 SHAPES = "one input [3, height, width] or [height, width, 3] of fixed size"
 RESIZE = re.compile(
     r"shortest\s+(?P<shortest>[1-9]\d{0,4})|(?P<h>[1-9]\d{0,4})x(?P<w>[1-9]\d{0,4})"
@@ -63,6 +63,8 @@ class ImageSettings:
     mean: Colours
     std: Colours
     is_bgr: bool = False
+    # Whether CPU threads decode also in front of a GPU.
+    is_decoded_on_cpu: bool = False
 
     def place(self, width: int, height: int) -> Placement:
         """Return how an image of this size is resized and cropped."""
@@ -90,6 +92,9 @@ def parse(text: str, spec: TensorSpec) -> ImageSettings:
     channels = given.get("channels", "rgb")
     if channels not in ("rgb", "bgr"):
         raise ConfigError(f"channels: '{channels}' is not rgb or bgr")
+    decoder = given.get("decoder", "auto")
+    if decoder not in ("auto", "cpu"):
+        raise ConfigError(f"decoder: '{decoder}' is not auto or cpu")
     for key in ("scale", "mean", "std"):
         if is_raw and key in given:
             raise ConfigError(f"{key}: not for UINT8; '{spec.name}' gets the values 0 to 255")
@@ -97,9 +102,17 @@ def parse(text: str, spec: TensorSpec) -> ImageSettings:
     mean, std = _colours("mean", given, 0.0), _colours("std", given, 1.0)
     if not all(each > 0 for each in std):
         raise ConfigError(f"std: '{given['std']}': expected numbers above 0")
-    resample = FILTERS[name]
     return ImageSettings(
-        height, width, resize, shortest, resample, scale, mean, std, channels == "bgr"
+        height,
+        width,
+        resize,
+        shortest,
+        FILTERS[name],
+        scale,
+        mean,
+        std,
+        is_bgr=channels == "bgr",
+        is_decoded_on_cpu=decoder == "cpu",
     )
 
 

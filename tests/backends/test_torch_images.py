@@ -67,7 +67,10 @@ class PillowDecoder:
         data = [bytes(each.numpy()) for each in files]
         if self.refused & set(data):
             raise RuntimeError("Error while decoding JPEG images: nvjpegDecode failed: 2")
-        shown = [np.array(Image.open(io.BytesIO(each)).convert("RGB")) for each in data]
+        try:
+            shown = [np.array(Image.open(io.BytesIO(each)).convert("RGB")) for each in data]
+        except OSError as error:
+            raise RuntimeError(f"Error while decoding JPEG images: {error}") from None
         return [torch.from_numpy(each).permute(2, 0, 1).contiguous() for each in shown]
 
 
@@ -170,6 +173,10 @@ def test_why_the_threads_decode_is_said(tmp_path, gpu, caplog):
     assert told["image_decoder"].startswith("CPU threads: only bilinear and bicubic")
     assert (told["image"], told["image_kernel"]) == (f"{SIZE} x {SIZE}", "torch")
     assert "images are decoded by CPU threads: only bilinear" in caplog.text
+    runner.close()
+    caplog.clear()
+    runner = opened(a_config(tmp_path, "decoder=cpu"), None)
+    assert runner.built()["image_decoder"] == "CPU threads: decoder=cpu" and not caplog.text
     runner.close()
     if not torch.cuda.is_available():
         decode, problem = torch_images.open_nvjpeg(torch.device("cuda:0"))

@@ -34,6 +34,7 @@ def test_everything_given():
     assert parse("scale=2/510", X).scale == pytest.approx(1 / 255)
     assert parse("resize=256x320", X).resize == (256, 320)
     assert parse("resize=none", X).resize is None
+    assert parse("decoder=cpu", X).is_decoded_on_cpu and not found.is_decoded_on_cpu
     assert [parse(f"interpolation={name}", X).resample for name in FILTERS] == [0, 1, 2, 3, 4, 5]
 
 
@@ -61,6 +62,7 @@ def test_how_images_are_resized_and_cropped(text, size, placed):
         ("resize=shortest 0", "resize: 'shortest 0'"),
         ("resize=1x999999", "resize: '1x999999'"),
         ("interpolation=cubic", "interpolation: 'cubic' is not one of nearest, lanczos, bilinear"),
+        ("decoder=gpu", "decoder: 'gpu' is not auto or cpu"),
         ("channels=grey", "channels: 'grey' is not rgb or bgr"),
         ("scale=1/0", "scale: '1/0': expected a number above 0, such as 1/255"),
         ("scale=-1", "scale: '-1'"),
