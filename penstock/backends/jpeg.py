@@ -75,7 +75,8 @@ def _read(data: bytes) -> JpegHeader | None:
         return None
     if not UPRIGHT <= orientation <= NUM_ORIENTATIONS:
         orientation = UPRIGHT
-    return JpegHeader(*frames[0], orientation, is_usual and data.find(END, at) >= 0)
+    # It is nearly always at the very end.
+    return JpegHeader(*frames[0], orientation, is_usual and data.rfind(END, at) >= 0)
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -46,6 +47,17 @@ DecodeJpegs = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Crop = Array | InvalidRequest
 
 
+def _bytes_of(data: bytes) -> torch.Tensor:
+    """Return a tensor on the memory of bytes, to be read only."""
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+# torch warns of such tensors, once in a process.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    _bytes_of(bytes(1))
+
+
 def open_nvjpeg(device: torch.device) -> tuple[DecodeJpegs | None, str]:
     """Return nvJPEG's decoder; None, and why, if it cannot be used here."""
     try:
@@ -59,8 +71,7 @@ def open_nvjpeg(device: torch.device) -> tuple[DecodeJpegs | None, str]:
         return found
 
     try:
-        sample = alias(np.frombuffer(draw_sample(*SAMPLE_SIZE), np.uint8))
-        (image,) = decode([sample])
+        (image,) = decode([_bytes_of(draw_sample(*SAMPLE_SIZE))])
         if tuple(image.shape) != (NUM_CHANNELS, *SAMPLE_SIZE[::-1]):
             return None, f"nvJPEG gave an image of shape {list(image.shape)}"
     except Exception as error:  # torchvision without nvJPEG, or a GPU or driver it does not know.
@@ -145,7 +156,7 @@ class DeviceDecoder:
         self, files: Mapping[int, bytes], headers: Mapping[int, JpegHeader]
     ) -> dict[int, DecodedImage]:
         """Return the images that nvJPEG decodes."""
-        encoded = {row: alias(np.frombuffer(data, np.uint8)) for row, data in files.items()}
+        encoded = {row: _bytes_of(data) for row, data in files.items()}
         self._in_use.append(encoded)
         found: dict[int, DecodedImage] = {}
         for row, image in self._decode_apart(encoded).items():
