@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 from PIL import Image
 from suites.backend import model_config
 
-from penstock.backends import Batch, backend
+from penstock.backends import Batch, backend, processing
 from penstock.backends.image import MAX_PIXELS, draw_sample
 from penstock.backends.processing import Functions
 from penstock.config import BatchPolicy, Postprocess, Preprocess
@@ -363,6 +363,22 @@ def test_the_sample_is_a_photo_of_the_usual_size():
     data = draw_sample(500, 375)
     assert Image.open(io.BytesIO(data)).size == (500, 375)
     assert 60_000 < len(data) < 140_000
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_model_that_the_gpu_cannot_read_gets_pixels_from_threads(tmp_path, monkeypatch, is_there):
+    """As an ONNX file without a kind, whose operators its engine does not have."""
+    if is_there:
+        monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: FakeGpu())
+    config = a_config(tmp_path)
+    inner = backend("pytorch")(config.model)
+    runner = processing.load(config.on(["cuda:0"]), lambda model: inner)
+    assert isinstance(runner, torch_images.ImageRunner) == runner.runs_ahead == is_there
+    found = answers(runner, [*JPEGS[:2], b"bad"])
+    for answer, expected in zip(found[:2], by_cpu(config, JPEGS[:2]), strict=True):
+        np.testing.assert_allclose(answer["y"][0], expected, atol=1e-5)
+    assert isinstance(found[2], InvalidRequest)
+    runner.close()
 
 
 def test_only_a_gpu_of_this_engine_decodes_in_the_models_worker(tmp_path):
