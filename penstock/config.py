@@ -39,7 +39,8 @@ def ladder(max_batch_size: int) -> list[int]:
 # The backend of language models: an engine instead of workers.
 LLM = "llm"
 # Built-in steps in the place of a function, from the files of a Hugging Face folder. Steps before
-# the model run as a stage of their own (`serving.pipeline`), steps behind it in its worker.
+# the model run as a stage of their own (`serving.pipeline`), steps behind it in its worker. Images
+# for a GPU are decoded in the model's worker.
 TOKENIZER, IMAGE = "tokenizer", "image"
 STAGES = (TOKENIZER, IMAGE)
 CLASSIFIER, TOKEN_CLASSIFIER, EMBEDDING = "classifier", "token_classifier", "embedding"
@@ -51,6 +52,8 @@ HEAD_INPUTS: Mapping[str, tuple[str, ...]] = {TOKEN_CLASSIFIER: (OFFSETS,)}
 PREPROCESS_BACKEND = "preprocess"
 # The option to run a model's layers over concatenated tokens, without padding.
 PACK, TOKENS = "penstock.pack", "tokens"
+# GPU memory of a worker for decoded images: a batch is decoded in parts of this size.
+DECODE_BYTES = 256 * MIB
 # Triton's names of backends, where they differ from ours.
 PLATFORM_NAMES = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 # The option that says who runs an ONNX file on a GPU: Penstock's own engine, which is the default,
@@ -156,6 +159,8 @@ class Preprocess:
     inputs: tuple[TensorSpec, ...]
     # Padding of the model's inputs: rows are padded after the function, in the worker.
     padding: Padding | None = None
+    # Text of `penstock.image`; None: preprocessor_config.json has the settings.
+    image: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +311,14 @@ class ModelConfig:
     @property
     def is_staged(self) -> bool:
         """Whether preprocessing is a batched stage with workers of its own."""
-        return self.preprocess is not None and self.preprocess.function in STAGES
+        is_built_in = self.preprocess is not None and self.preprocess.function in STAGES
+        return is_built_in and not self.decodes_on_gpu
+
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether the model's own workers get encoded images: a GPU decodes or normalises them."""
+        is_image = self.preprocess is not None and self.preprocess.function == IMAGE
+        return is_image and self.uses_gpu and self.engine == "pytorch"
 
     @property
     def has_head(self) -> bool:
@@ -349,7 +361,7 @@ class ModelConfig:
     def workers(self) -> tuple[tuple[str, int], ...]:
         """The device and number of instances of each worker. Instances on one GPU share a worker,
         and with it the weights, if the backend starts batches ahead."""
-        is_shared = self.engine in AHEAD and not self.is_processed
+        is_shared = self.engine in AHEAD and (self.decodes_on_gpu or not self.is_processed)
         found: list[tuple[str, int]] = []
         for device in self.devices:
             if device == CPU or not is_shared:

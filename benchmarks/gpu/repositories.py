@@ -142,7 +142,7 @@ def served_as(config: ModelConfig, max_batch: int, device: str) -> ModelConfig:
 def compiled(config: ModelConfig) -> Mapping[str, bytes]:
     """Kernels, and which of them are the fastest, found by loading the model once, as a worker
     does."""
-    (device, num_slots), *_ = local.placed(config).workers
+    (device, num_slots), *_ = local.place_here(config).workers
     config = config.of_worker(device, num_slots)
     runner = backend(config.backend)(config)
     proof = prove(config, runner)

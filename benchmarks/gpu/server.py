@@ -204,7 +204,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def offline(root: Path, seconds: float) -> dict[str, Any]:
     """Rows a second in the largest batches that the configuration allows."""
-    config = local.placed(repositories.config_of(root))
+    config = local.place_here(repositories.config_of(root))
     (device, num_slots), *_ = config.workers
     config = config.of_worker(device, num_slots)
     runner = backend(config.backend)(config)

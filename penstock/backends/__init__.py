@@ -109,6 +109,8 @@ class Runner:
     # Whether `Batch.requests` must be filled in. Such a model is code that may act on its inputs,
     # so it gets real requests only and is not warmed up with zeros.
     needs_requests = False
+    # Whether `rehearsals` has inputs of its own, for a model that cannot be warmed up with zeros.
+    has_own_rehearsals = False
     # Whether rows cannot influence each other's answers by construction; if not, that is tested at
     # load.
     keeps_rows_apart = False

@@ -43,7 +43,10 @@ class BatchedStep(Protocol):
 def open_step(config: ModelConfig, name: str, specs: Sequence[TensorSpec]) -> BatchedStep:
     """Load a step by its name; `specs` are the tensors that it makes of `config.inputs`."""
     module, kind = MODULES[name]
-    step: BatchedStep = getattr(importlib.import_module(module), kind)(config, specs)
+    opened = getattr(importlib.import_module(module), kind)
+    # A stage has the settings as an option, the whole model has them in its step.
+    text = config.options.get(IMAGE) if config.preprocess is None else config.preprocess.image
+    step: BatchedStep = opened(config, specs) if text is None else opened(config, specs, text)
     return step
 
 

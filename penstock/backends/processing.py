@@ -8,6 +8,7 @@ lengths are padded (`penstock.pad`) and computed by bucket, and their answers ar
 
 from __future__ import annotations
 
+import importlib
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +21,7 @@ from penstock.backends.finished import finish
 from penstock.backends.heads import Headed, open_head
 from penstock.backends.preprocess import BatchedStep, open_step
 from penstock.backends.python import Code
-from penstock.config import ModelConfig, Padding
+from penstock.config import STAGES, ModelConfig, Padding
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
 
@@ -68,7 +69,7 @@ class Processed(Runner):
             made = iter(after.tried_all(good))
             answers = [each if isinstance(each, Exception) else next(made) for each in answers]
         parts = batch.by_request(answers) if self._has_batch else [answers]
-        outputs = [_stacked(each, self._has_batch) for each in parts]
+        outputs = [stacked(each, self._has_batch) for each in parts]
         times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
         return finish(batch, outputs, *times)
 
@@ -185,7 +186,7 @@ class Functions:
         self.names = {key: step.function for key, step in steps.items() if step is not None}
         try:
             if config.preprocess is not None:
-                opened = open_step if config.is_staged else Function
+                opened = open_step if config.preprocess.function in STAGES else Function
                 self.before = opened(config, config.preprocess.function, config.preprocess.inputs)
             if config.has_head:
                 self.after = RowHead(config)
@@ -215,7 +216,17 @@ def load(config: ModelConfig, load_model: LoadRunner) -> Processed | Headed:
             raise ConfigError(f"parameters.penstock.{key}: {problem}")
         if config.has_head and config.preprocess is None:
             return Headed(config, inner)
-        return Processed(config, inner, Functions(config))
+        functions = Functions(config)
+        try:
+            # A model that its GPU's engine cannot read runs on the CPU instead.
+            if config.decodes_on_gpu and inner.runs_ahead:
+                module = importlib.import_module("penstock.backends.torch_images")
+                runner: Processed = module.ImageRunner(config, inner, functions)
+                return runner
+            return Processed(config, inner, functions)
+        except BaseException:
+            functions.close()
+            raise
     except BaseException:
         inner.close()
         raise
@@ -296,7 +307,7 @@ def stack(rows: Sequence[Row]) -> dict[str, Array]:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:
+def stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:
     answers: list[Outputs] = []
     for row in rows:
         if isinstance(row, Exception):

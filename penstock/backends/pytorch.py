@@ -43,6 +43,7 @@ from penstock.backends.python import Code
 from penstock.backends.rows import rows_to_run, rungs_of
 from penstock.backends.torch_cuda import (
     PRIORITIES,
+    DeviceInputs,
     Pipeline,
     Priority,
     alias,
@@ -71,6 +72,8 @@ from penstock.units import quoted
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
 ONNX = ".onnx"
+# Variant of batches that are made on the device: their types and layouts are others.
+MADE_THERE = 1
 # Rank of a batch of images.
 IMAGE_RANK = 4
 # Compiles repeated blocks only.
@@ -273,6 +276,21 @@ class TorchRunner(Runner):
             self._num_tokens = self._token_budget(batch, batch.num_rows)
             values = self._compute(inputs)
             return Finished({name: to_array(value) for name, value in values.items()})
+
+    def start_on_device(self, inputs: DeviceInputs, num_rows: int) -> Execution:
+        """Launch a batch whose inputs are made on the device, with `input_form`."""
+        assert self.pipeline is not None
+        with torch.inference_mode():
+            num_run = rows_to_run(self._config, self._rungs, Batch({}, num_rows))
+            return self.pipeline.start(inputs, num_rows, num_run, MADE_THERE)
+
+    def input_form(self, name: str) -> tuple[torch.dtype, bool]:
+        """Return the type of an input as the module takes it, and whether it takes channels last;
+        inputs made like that are not converted again."""
+        dtype = TORCH_TYPES[self._datatypes[name]]
+        if self._options.dtype is not None and dtype.is_floating_point:
+            dtype = self._options.dtype
+        return dtype, self._options.is_channels_last or self._options.is_fused
 
     def pin(self, memory: memoryview) -> None:
         if self.pipeline is not None:

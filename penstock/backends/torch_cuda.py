@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -189,6 +189,14 @@ class Arena:
         }
 
 
+class DeviceInputs(Protocol):
+    """Inputs that are made on the device, instead of copied there."""
+
+    def write(self, arena: Arena, num_run: int) -> Tensors:
+        """Make the inputs of a batch padded to `num_run` rows, in memory of the arena and on the
+        stream that is current."""
+
+
 @dataclass(slots=True)
 class Slot:
     inputs: Arena
@@ -257,7 +265,7 @@ class Pipeline:
     num_shrinks: int = 0
 
     def start(
-        self, inputs: Tensors, num_rows: int | None, num_run: int, variant: int = 0
+        self, inputs: Tensors | DeviceInputs, num_rows: int | None, num_run: int, variant: int = 0
     ) -> Running:
         """Launch a batch of `num_rows` rows from host memory, padded to `num_run` (None: no batch
         dimension, no padding). Computations that differ for the same shapes are variants, each with
@@ -311,7 +319,7 @@ class Pipeline:
         self,
         slot: Slot,
         stream: int,
-        inputs: Tensors,
+        inputs: Tensors | DeviceInputs,
         counts: tuple[int | None, int],
         variant: int,
     ) -> Running:
@@ -319,7 +327,10 @@ class Pipeline:
         device = self.device
         began = device.mark("in")
         with device.lane("in"), self._range("copy in"):
-            there = self._copy_in(slot, inputs, num_rows, num_run)
+            if isinstance(inputs, Mapping):
+                there = self._copy_in(slot, inputs, num_rows, num_run)
+            else:
+                there = inputs.write(slot.inputs, num_run)
         copied = device.mark("in")
         device.follow("compute", copied, stream)
         begun = device.mark("compute", stream)

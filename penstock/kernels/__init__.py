@@ -1,6 +1,6 @@
-"""GPU kernels, and which of them runs. Two interfaces: `convolution` for fused convolutions,
-`packed_encoder` for encoder layers; `gemm` chooses algorithms for the latter. They time what there
-is on the device and fall back to torch, so callers never name a kernel.
+"""GPU kernels, and which of them runs. Three interfaces: `convolution` for fused convolutions,
+`packed_encoder` for encoder layers, `pixels` for decoded images; `gemm` chooses algorithms for the
+second. They use what there is on the device and fall back to torch, so callers never name a kernel.
 
 The kernels themselves are in Triton, one file for each kind of layer, and know tensors only.
 Importing one needs Triton, so those with a fallback import it on use. `cublaslt` calls a library.

@@ -24,8 +24,9 @@ from penstock.optimizer.sent import Row
 from penstock.repository import pretrained, pretrained_message
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import resolve
+from penstock.repository.parameters import IMAGE_INPUT
 from penstock.repository.pretrained import Pretrained
-from penstock.repository.pretrained_message import IMAGE_INPUT, PIXELS, TEXT, TOKENS
+from penstock.repository.pretrained_message import PIXELS, TEXT, TOKENS
 from penstock.types import TensorSpec
 
 # Files that steps read: of the network, the tokenizer, images and sentence-transformers.

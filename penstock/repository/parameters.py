@@ -21,6 +21,7 @@ from penstock import slo
 from penstock.config import (
     GPU_ENGINE,
     HEADS,
+    IMAGE,
     LLM,
     SLO_OFF,
     STAGES,
@@ -39,11 +40,14 @@ PREFIX = "penstock."
 SLO, ENV = "penstock.slo", "penstock.env"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
 PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
+IMAGE_SETTINGS = "penstock.image"
 POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
 MAX_TOKENS, MAX_WAIT = "penstock.max_tokens", "penstock.max_wait_ms"
 # Whether links among a language model's files may lead out of its folder.
 FOLLOW_LINKS = "penstock.follow_links"
 MAX_BUCKETS = 64
+# What clients send where a model takes an image.
+IMAGE_INPUT = TensorSpec("IMAGE", "BYTES", (1,))
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
 FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -120,7 +124,7 @@ PARAMETERS = (
     _number("max_tokens", 1 << 40, "batching.max_tokens", is_whole=True),
     _number("max_wait_ms", 1e12, "batching.max_wait_s", takes_zero=True, per_unit=1e3),
     *_texts("", "batching.md", "slo env pad pad_buckets"),
-    *_texts("", "backends.md", "preprocess model_inputs postprocess model_outputs"),
+    *_texts("", "backends.md", "preprocess model_inputs image postprocess model_outputs"),
     *_texts("pytorch", "backends.md", f"{_OF_PYTORCH} {_OF_SHARING}"),
     *_texts("tensorrt", "backends.md", "cuda_graphs"),
     *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in ON_GPUS),
@@ -169,6 +173,8 @@ def write(config: ModelConfig) -> dict[str, str]:
     if config.preprocess is not None:
         values[PREPROCESS] = config.preprocess.function
         values[MODEL_INPUTS] = format_tensors(config.preprocess.inputs)
+        if config.preprocess.image is not None:
+            values[IMAGE_SETTINGS] = config.preprocess.image
     if config.postprocess is not None:
         values[POSTPROCESS] = config.postprocess.function
         values[MODEL_OUTPUTS] = format_tensors(config.postprocess.outputs)
@@ -257,11 +263,18 @@ class ParameterReader:
         return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
 
     def preprocess(self) -> Preprocess | None:
-        """Parse `penstock.preprocess` and `penstock.model_inputs`: both or neither."""
-        if PREPROCESS not in self._given and MODEL_INPUTS not in self._given:
+        """Parse `penstock.preprocess` and `penstock.model_inputs`, both or neither, and
+        `penstock.image`, which means the built-in step."""
+        image = self._given.get(IMAGE_SETTINGS)
+        if not {PREPROCESS, MODEL_INPUTS, IMAGE_SETTINGS} & self._given.keys():
             return None
-        inputs = self._model_tensors(MODEL_INPUTS, "takes, such as input_ids:INT64[-1]")
-        return Preprocess(self._function(PREPROCESS, STAGES), inputs)
+        example = "input_ids:INT64[-1]" if image is None else "x:FP32[3,224,224]"
+        inputs = self._model_tensors(MODEL_INPUTS, f"takes, such as {example}")
+        if image is None:
+            return Preprocess(self._function(PREPROCESS, STAGES), inputs)
+        if self._given.get(PREPROCESS, IMAGE) != IMAGE:
+            self._report(IMAGE_SETTINGS, f"not beside parameters.{PREPROCESS}, which decodes")
+        return Preprocess(IMAGE, inputs, image=image)
 
     def postprocess(self) -> Postprocess | None:
         """Parse `penstock.postprocess` and `penstock.model_outputs`: both or neither."""

@@ -31,12 +31,14 @@ from penstock.config import (
     STAGES,
     BatchPolicy,
     ModelConfig,
+    Preprocess,
     QueuePolicy,
     Warmup,
 )
 from penstock.errors import ConfigError
 from penstock.repository import (
     accelerators,
+    image_settings,
     onnx_file,
     openvino_file,
     parameters,
@@ -46,7 +48,15 @@ from penstock.repository import (
     pt2_file,
     python_file,
 )
-from penstock.repository.parameters import MAX_WAIT, SLO, ParameterReader, check_names
+from penstock.repository.parameters import (
+    IMAGE_INPUT,
+    IMAGE_SETTINGS,
+    MAX_WAIT,
+    MODEL_INPUTS,
+    SLO,
+    ParameterReader,
+    check_names,
+)
 from penstock.repository.pbtxt_fields import Proto
 from penstock.repository.signature import Signature
 from penstock.system import devices
@@ -322,25 +332,37 @@ class _Resolver:
     _problems: list[str] = dataclasses.field(default_factory=list)
     _notes: list[str] = dataclasses.field(default_factory=list)
 
-    def resolve(self) -> ModelConfig:
-        message = self._message
-        if message.name and message.name != self._name:
-            self._problem("name", f"'{message.name}' but the model's folder is '{self._name}'")
+    def _refuse_unsupported(self) -> None:
         for path in UNSUPPORTED:
-            if _is_set(message, path):
+            if _is_set(self._message, path):
                 field, _, detail = path.partition(".")
                 self._problem(field, f"{detail} is not supported" if detail else "not supported")
-        backend = self._backend()
-        artifact = self._artifact(backend)
-        inputs, outputs, max_batch = self._tensors(backend, artifact)
+
+    def _options(self, backend: str) -> dict[str, str]:
+        message = self._message
         options = accelerators.read(message, backend, self._problem)
         options |= {key: value.string_value for key, value in message.parameters.items()}
         if options.get(GPU_ENGINE, ONNX_RUNTIME) not in GPU_ENGINES:
             expected = f"'{options[GPU_ENGINE]}' is not one of {', '.join(GPU_ENGINES)}"
             self._problem(f"parameters.{GPU_ENGINE}", expected)
+        return options
+
+    def resolve(self) -> ModelConfig:
+        message = self._message
+        if message.name and message.name != self._name:
+            self._problem("name", f"'{message.name}' but the model's folder is '{self._name}'")
+        self._refuse_unsupported()
+        backend = self._backend()
+        artifact = self._artifact(backend)
+        inputs, outputs, max_batch = self._tensors(backend, artifact)
+        options = self._options(backend)
+        if IMAGE_SETTINGS in options:
+            inputs = self._image_inputs(options, backend, artifact, inputs)
         reader = ParameterReader(options, backend, self._folder, self._problem)
         numbers = reader.numbers()
         preprocess = reader.preprocess()
+        if preprocess is not None and preprocess.image is not None:
+            self._check_image(preprocess, inputs, max_batch)
         padding = reader.padding(preprocess.inputs if preprocess else inputs)
         batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
         if not inputs:
@@ -510,6 +532,39 @@ class _Resolver:
             for specs in (signature.inputs, signature.outputs)
         ]
         return inputs or read[0], outputs or read[1], max_batch
+
+    def _image_inputs(
+        self, options: dict[str, str], backend: str, artifact: Path, inputs: Specs
+    ) -> Specs:
+        """Return what clients send to a model behind `penstock.image`. What the model takes is
+        added to the options, from its file, unless it is there already."""
+        is_given = bool(self._message.input)
+        if MODEL_INPUTS not in options and not self._problems:
+            taken = inputs
+            if is_given and (read := _signature_reader(backend, artifact)) is not None:
+                taken, _, _ = self._complete(read, artifact, (), inputs)
+            if taken and not (is_given and taken is inputs):
+                options[MODEL_INPUTS] = parameters.format_tensors(taken)
+        return inputs if is_given else (IMAGE_INPUT,)
+
+    def _check_image(self, step: Preprocess, inputs: Specs, max_batch: int) -> None:
+        found = [(spec.datatype, spec.shape) for spec in inputs]
+        if self._problems:
+            return
+        if found != [(IMAGE_INPUT.datatype, IMAGE_INPUT.shape)]:
+            self._problem("input", "expected one of TYPE_STRING, dims 1: an encoded image")
+        if not max_batch:
+            self._problem("max_batch_size", f"0; parameters.{IMAGE_SETTINGS} needs a batch of rows")
+        if len(step.inputs) != 1:
+            names = ", ".join(spec.name for spec in step.inputs)
+            problem = f"{names}: expected {image_settings.SHAPES}"
+            self._problem(f"parameters.{MODEL_INPUTS}", problem)
+            return
+        try:
+            image_settings.parse(step.image or "", step.inputs[0])
+        except ConfigError as error:
+            for problem in error.problems:
+                self._problem(f"parameters.{IMAGE_SETTINGS}", problem)
 
     def _spec(self, kind: str, index: int, item: Proto) -> TensorSpec:
         path = f"{kind}[{index}]"

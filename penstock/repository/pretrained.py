@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.config import CLASSIFIER, EMBEDDING, TOKEN_CLASSIFIER
 from penstock.errors import ConfigError
+from penstock.repository.image_settings import ImageSettings
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -210,23 +211,6 @@ def _pooling(path: Path) -> Pooling:
             f"{where}: {len(chosen)} pooling modes; expected one of {', '.join(POOLINGS)}"
         )
     return chosen[0]
-
-
-@dataclass(frozen=True, slots=True)
-class ImageSettings:
-    """How an image becomes pixels: resized, cropped to `height` x `width`, scaled, normalised."""
-
-    height: int
-    width: int
-    # Height and width before the crop; None if only the shortest edge is given, or neither.
-    resize: tuple[int, int] | None
-    # 0: not used.
-    shortest_edge: int
-    # Filter of Pillow, by its number.
-    resample: int
-    scale: float
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
 
 
 def image_settings(folder: Path) -> ImageSettings:

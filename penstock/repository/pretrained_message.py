@@ -12,14 +12,13 @@ from pathlib import Path
 from penstock.config import EMBEDDING, IMAGE, OFFSETS, TOKEN_CLASSIFIER, TOKENIZER
 from penstock.errors import ConfigError
 from penstock.repository import onnx_file, parameters, pbtxt, pretrained
-from penstock.repository.parameters import format_tensors
+from penstock.repository.parameters import IMAGE_INPUT, format_tensors
 from penstock.repository.pbtxt_fields import Proto
 from penstock.repository.pretrained import Pretrained
 from penstock.system import devices
 from penstock.types import TensorSpec
 
 TEXT = TensorSpec("TEXT", "BYTES", (1,))
-IMAGE_INPUT = TensorSpec("IMAGE", "BYTES", (1,))
 PIXELS = "pixel_values"
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 # Any of them is a tokenizer, with or without others.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.backends import GPU_MEMORY
 from penstock.backends.onnxruntime_providers import memory_limit
-from penstock.config import CPU, GPU_MEMORY_RESERVE, ONNX_RUNTIME, ModelConfig
+from penstock.config import CPU, DECODE_BYTES, GPU_MEMORY_RESERVE, ONNX_RUNTIME, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
 from penstock.repository import onnx_file, pretrained
@@ -154,7 +154,8 @@ def need_of(config: ModelConfig) -> Need:
         return Need(limit + CONTEXT_BYTES, "configured")
     if (measured := _measured(config)) is not None:
         return Need(measured + CONTEXT_BYTES, "evidence")
-    return Need(weight_bytes(config) + WORKSPACE_BYTES + CONTEXT_BYTES, "estimated")
+    num_bytes = weight_bytes(config) + WORKSPACE_BYTES + CONTEXT_BYTES
+    return Need(num_bytes + config.decodes_on_gpu * DECODE_BYTES, "estimated")
 
 
 def _arena_limit(config: ModelConfig) -> int | None:

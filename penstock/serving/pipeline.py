@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.backends.preprocess import NUM_TOKENS, STEP
-from penstock.config import CPU, PREPROCESS_BACKEND, BatchPolicy, ModelConfig, QueuePolicy
+from penstock.config import CPU, IMAGE, PREPROCESS_BACKEND, BatchPolicy, ModelConfig, QueuePolicy
 from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
@@ -60,7 +60,7 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
         device=CPU,
         spread=(),
         postprocess=None,
-        options={STEP: step.function},
+        options={STEP: step.function} | ({} if step.image is None else {IMAGE: step.image}),
     )
     policy = _own_timeouts(config.batching)
     network = replace(bare, inputs=step.inputs, padding=step.padding, batching=policy)

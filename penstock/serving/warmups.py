@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.backends import Batch, PerRequest, Runner
+from penstock.backends import Batch, Outputs, PerRequest, Runner
 from penstock.backends.heads import Headed
 from penstock.backends.processing import Processed
 from penstock.config import ModelConfig, Warmup, WarmupInput, ladder
@@ -93,8 +93,9 @@ def warm_up_all(
     config: ModelConfig, runner: Runner, proof: frames.Proof
 ) -> tuple[dict[int, float], dict[int, dict[int, float]]]:
     """Warm up; return the times by batch size, and by bucket and batch size. Pre- and
-    postprocessing functions are skipped: zeros mean nothing to them."""
-    if isinstance(runner, Processed | Headed):
+    postprocessing functions are skipped, because zeros mean nothing to them, unless they have
+    inputs of their own."""
+    if isinstance(runner, Processed | Headed) and not runner.has_own_rehearsals:
         config, runner = config.model, runner.inner
     timings = warm_up(config, runner)
     is_padded = config.padding is not None and not proof.unpadded
@@ -107,17 +108,22 @@ def warm_up_as_asked(config: ModelConfig, runner: Runner) -> None:
         batch = make_batch(config, warmup)
         for _ in range(warmup.count):
             for answer in runner.start(batch).wait():
-                if isinstance(answer, PerRequest):
-                    for each in answer.answers:
-                        if isinstance(each, Exception):
-                            raise each
+                _check_answers(answer)
+
+
+def _check_answers(answer: Outputs | PerRequest) -> None:
+    """Raise the first error of a request."""
+    for each in answer.answers if isinstance(answer, PerRequest) else ():
+        if isinstance(each, Exception):
+            raise each
 
 
 def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     """Run zeros at every size of the batch ladder, twice; return the time of each second run.
     Errors of the model are raised. Empty for models with variable shapes, which have no shape to
     warm up with, and for models that see single requests, which only get real ones."""
-    if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
+    is_unknown = runner.needs_requests or not all(spec.is_fixed for spec in config.inputs)
+    if is_unknown and not runner.has_own_rehearsals:
         return {}
     shapes = [spec.shape for spec in config.inputs]
     # Without inputs each request is a batch of one row.
@@ -160,6 +166,7 @@ def _warm_up_batch(config: ModelConfig, runner: Runner, batch: Batch) -> float:
     for _ in range(2):
         began = time.perf_counter()
         for answer in runner.start(batch).wait():
+            _check_answers(answer)
             if not isinstance(answer, PerRequest):
                 for spec in config.outputs:
                     checked(config, spec, answer, batch.num_rows)

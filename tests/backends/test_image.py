@@ -136,3 +136,58 @@ def test_a_folder_without_a_preprocessor_says_so(tmp_path):
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match="no preprocessor_config.json"):
         open_step(folder)
+
+
+def made_by(folder, text, spec, data):
+    config = ModelConfig(
+        name="m",
+        version="1",
+        backend="preprocess",
+        artifact=str(folder / "model.onnx"),
+        inputs=(TensorSpec("IMAGE", "BYTES", (1,)),),
+        outputs=(),
+        max_batch_size=8,
+        batching=BatchPolicy(8),
+    )
+    step = ImageStep(config, [spec], text)
+    (row,) = step.tried_all(rows(data))
+    step.close()
+    return row if isinstance(row, Exception) else row["x"]
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "FP16", "FP32"])
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("channels", ["rgb", "bgr"])
+def test_settings_of_a_configuration(tmp_path, datatype, is_first, channels):
+    data = tiny.draw_image(61, 47)
+    shape = (3, 32, 30) if is_first else (32, 30, 3)
+    text = f"resize=40x38; channels={channels}; interpolation=lanczos"
+    if datatype != "UINT8":
+        text += "; scale=1/128; mean=1,2,3; std=0.5"
+    found = made_by(tmp_path, text, TensorSpec("x", datatype, shape), data)
+    image = Image.open(io.BytesIO(data)).resize((38, 40), Image.Resampling.LANCZOS)
+    expected = np.asarray(image.crop((4, 4, 34, 36)))[..., :: 1 if channels == "rgb" else -1]
+    if datatype != "UINT8":
+        expected = (expected / 128 - np.array([1, 2, 3])) / 0.5
+    expected = expected.transpose(2, 0, 1) if is_first else expected
+    assert found.dtype == {"UINT8": np.uint8, "FP16": np.float16, "FP32": np.float32}[datatype]
+    np.testing.assert_allclose(found, expected, atol=1e-2 if datatype == "FP16" else 1e-5)
+
+
+def test_the_orientation_is_applied_before_anything_else(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    Image.open(io.BytesIO(tiny.draw_image(40, 20))).save(file, "PNG", exif=exif)
+    found = made_by(tmp_path, "", TensorSpec("x", "UINT8", (40, 20, 3)), file.getvalue())
+    stored = np.asarray(Image.open(file))
+    np.testing.assert_array_equal(found, np.rot90(stored, -1))
+
+
+def test_a_narrow_image_is_not_blown_up(tmp_path):
+    data = tiny.draw_image(1, 65000)
+    spec = TensorSpec("x", "UINT8", (32, 32, 3))
+    refused = made_by(tmp_path, "resize=shortest 32", spec, data)
+    assert isinstance(refused, InvalidRequest)
+    problem = "input 'IMAGE': resized to 32 x 2080000 pixels; at most 36000000 in all"
+    assert str(refused) == problem

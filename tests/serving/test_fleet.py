@@ -8,7 +8,7 @@ import onnx
 from doubles import FakeGpus
 from onnx import TensorProto, helper, numpy_helper
 
-from penstock.config import BatchPolicy, ModelConfig
+from penstock.config import DECODE_BYTES, BatchPolicy, ModelConfig, Preprocess
 from penstock.serving.fleet import Arrangement, Fleet, shares_of, weight_bytes
 from penstock.types import TensorSpec
 
@@ -90,6 +90,13 @@ def test_instances_that_share_a_worker_count_once_and_are_told():
     config = replace(CONFIG, backend="pytorch", gpu_memory_bytes=GIB).on(["cuda:0"] * 3)
     (share,) = shares_of(config)
     assert (share.num_workers, share.num_instances, share.num_bytes) == (1, 3, GIB)
+
+
+def test_decoded_images_need_memory():
+    step = Preprocess("image", CONFIG.inputs, image="")
+    bare = replace(CONFIG, backend="pytorch").on(["cuda:0"])
+    (plain,), (decoding,) = shares_of(bare), shares_of(replace(bare, preprocess=step))
+    assert decoding.num_bytes == plain.num_bytes + DECODE_BYTES
 
 
 def test_the_reserve_is_kept_back():
