@@ -51,7 +51,15 @@ from penstock.backends.torch_cuda import (
     open_device,
     to_array,
 )
-from penstock.backends.torch_fusion import EVERYTHING, WHAT, Fusion, fuse, open_tuner
+from penstock.backends.torch_fusion import (
+    CONVOLUTIONS,
+    EVERYTHING,
+    TRANSFORMER,
+    WHAT,
+    Fusion,
+    fuse,
+    open_tuner,
+)
 from penstock.backends.torch_int8 import quantised_inputs
 from penstock.backends.torch_linear import LinearModel
 from penstock.backends.torch_onnx import cast_graph, load_graph, read_fixed, torch_type
@@ -85,6 +93,7 @@ OF_LAYERS = (
     torch_packing.KEEP_OPTION,
     torch_linear.WEIGHTS_OPTION,
 )
+OF_LINEAR = (torch_packing.FP8_OPTION, torch_linear.WEIGHTS_OPTION)
 # Compile modes that also turn on CUDA graphs.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune", REGIONAL)
 TF32 = "tf32"
@@ -571,6 +580,10 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "weights", weights and not is_open, ONLY_CODE
     for key in ("compile", "pack", "fp8"):
         yield "weights", weights and given[key], f"not together with penstock.{key}"
+    for key in ("fp8", "weights"):
+        why = f"'{given['fuse']}' takes the linear layers of penstock.{key} for itself"
+        takes_linear = given["fuse"] in (TRANSFORMER, EVERYTHING)
+        yield "fuse", given[key] and takes_linear and not pack, f"{why}; expected '{CONVOLUTIONS}'"
     yield "fp8_keep", given["fp8_keep"] and not fp8, "only with penstock.fp8"
     yield "fp8", Path(fp8).name != fp8, f"'{fp8}' is not a file of the version's folder"
     file, name = factory.rpartition(":")[0], Path(config.artifact).name
@@ -678,7 +691,11 @@ def _place_module(
     module = loaded.module
     if options.is_fused:
         sample = _sample(config, module, loaded.positional)
-        what = config.options.get("penstock.fuse", EVERYTHING)
+        # A graph in INT8 is fused without being asked; an option may want its linear layers.
+        leaves_linear = any(config.options.get(key) for key in OF_LINEAR)
+        what = config.options.get("penstock.fuse") or (
+            CONVOLUTIONS if leaves_linear else EVERYTHING
+        )
         loaded = replace(loaded, fusion=fuse(module, tuner or open_tuner(config), sample, what))
         assert loaded.fusion is not None
         module = loaded.fusion.module

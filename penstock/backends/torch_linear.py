@@ -8,23 +8,22 @@ layers of their own (`torch_packing`).
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import fx, nn
-from torch.nn import functional
 
-from penstock.backends.onnx_import import elementwise
+from penstock.backends.torch_activations import activation_of
 from penstock.backends.torch_packing import FP8_OPTION, KEEP_OPTION, ROWWISE, has_fp8, read_ranges
 from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.kernels.activation import GELU, GELU_TANH, Activation
 from penstock.kernels.cublaslt import Unavailable
-from penstock.kernels.fp8_linear import MULTIPLE, Activation, Fp8Input, Fp8Linear, fits
+from penstock.kernels.fp8_linear import MULTIPLE, Fp8Input, Fp8Linear, FusedActivation, fits
 from penstock.kernels.gemm import Multiplier, open_multiplier
 from penstock.kernels.integer_weights import MIN_GROUP, WeightOnlyLinear
 from penstock.kernels.packed_encoder import KERNEL_TYPES
@@ -37,7 +36,7 @@ MIN_WEIGHTS = 1 << 14
 SEPARATOR = ","
 # Modules whose code reads the weights of its linear layers instead of calling them.
 CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-GELU = (functional.gelu, torch.ops.aten.gelu.default, elementwise.gelu)
+FUSED: Mapping[Activation, FusedActivation] = {GELU: "gelu", GELU_TANH: "gelu_tanh"}
 Call = Callable[[Mapping[str, torch.Tensor]], object]
 
 
@@ -184,83 +183,44 @@ def to_fp8(
 ) -> LinearModel:
     """Replace these layers of a module; None: its inputs have a scale per row."""
     found = find_layers(module)
-    not_traced = ""
+    not_traced, places = "", {name: [name] for name in ranges}
     try:
         # Before layers are replaced, which cannot be exported.
-        module = _lifted(trace(module, sample))
+        traced = trace(module, sample)
+        module, places = traced, _places(traced, found, ranges)
     except ConfigError as error:
         not_traced = str(error).partition("traced: ")[2] or str(error)
     # A layer that is used under two names stays one.
     made = {id(found[name]): Fp8Linear(found[name], ranges[name]) for name in ranges}
     layers = {name: made[id(found[name])] for name in ranges}
     for name, layer in layers.items():
-        module.set_submodule(name, layer.eval())
+        for place in places[name]:
+            module.set_submodule(place, layer.eval())
     model = LinearModel(module, layers, len(found), not_traced=not_traced)
     if isinstance(module, fx.GraphModule):
         model.num_shared = _share_inputs(module)
     return model
 
 
-def _lifted(traced: fx.GraphModule) -> fx.GraphModule:
-    """Make modules of linear layers and layer norms that are operators of torch.export, by the
-    names of their weights."""
-    aten = torch.ops.aten
-    for node in list(traced.graph.nodes):
-        if node.op != "call_function" or node.kwargs:
-            continue
-        if node.target is aten.linear.default:
-            x, *weights = node.args
-            given = [_attribute(traced, each) for each in weights]
-            name = str(weights[0].target).removesuffix(".weight")
-            if given[0] is None or (len(given) > 1 and given[1] is None):
-                continue
-            made = _linear(*given)
-        elif node.target is aten.layer_norm.default and len(node.args) >= 4:
-            x, sizes, *weights = node.args[:4]
-            given = [_attribute(traced, each) for each in weights]
-            name = str(getattr(weights[0], "target", "")).removesuffix(".weight")
-            if len(sizes) != 1 or given[0] is None:
-                continue
-            made = _layer_norm(given, node.args[4] if len(node.args) > 4 else 1e-5)
-        else:
-            continue
-        traced.set_submodule(name, made.eval())
-        with traced.graph.inserting_after(node):
-            called = traced.graph.call_module(name, (x,))
-        node.replace_all_uses_with(called)
-        traced.graph.erase_node(node)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-    return traced
+def _places(
+    traced: fx.GraphModule, found: Mapping[str, nn.Linear], names: Iterable[str]
+) -> dict[str, list[str]]:
+    """Return where a traced module has these layers: under their names or, if it was exported,
+    under those of operators with the same weights. ConfigError if it lacks one."""
+    by_weights = {_weights(each): name for name, each in found.items()}
+    places: dict[str, list[str]] = {name: [] for name in names}
+    for place, layer in find_layers(traced).items():
+        name = place if place in found else by_weights.get(_weights(layer), "")
+        if name in places:
+            places[name].append(place)
+    for name, where in places.items():
+        if not where:
+            raise ConfigError(f"the traced module does not call layer '{name}'")
+    return places
 
 
-def _attribute(traced: fx.GraphModule, node: object) -> torch.Tensor | None:
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
-        return None
-    found: torch.Tensor = operator.attrgetter(str(node.target))(traced)
-    return found
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
-    linear.weight = _parameter(weight)
-    linear.bias = None if bias is None else _parameter(bias)
-    return linear
-
-
-def _layer_norm(weights: Sequence[torch.Tensor | None], epsilon: float) -> nn.LayerNorm:
-    weight, bias = weights
-    assert weight is not None
-    with torch.device("meta"):
-        norm = nn.LayerNorm(len(weight), epsilon, bias=bias is not None)
-    norm.weight = _parameter(weight)
-    norm.bias = None if bias is None else _parameter(bias)
-    return norm
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach(), requires_grad=False)
+def _weights(linear: nn.Linear) -> tuple[int, ...]:
+    return linear.weight.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()
 
 
 def _share_inputs(traced: fx.GraphModule) -> int:
@@ -308,10 +268,9 @@ def _quantiser(
     if type(module) is nn.LayerNorm and module.weight is not None:
         if len(module.normalized_shape) == 1:
             return Fp8Input(module, largest=largest), source
-    elif type(module) is nn.GELU or (node.op == "call_function" and node.target in GELU):
-        told = getattr(module, "approximate", node.kwargs.get("approximate", "none"))
-        kind: Activation = "gelu_tanh" if told == "tanh" else "gelu"
-        return Fp8Input(activation=kind, largest=largest), source
+    elif (found := activation_of(traced, node)) in FUSED:
+        assert found is not None
+        return Fp8Input(activation=FUSED[found], largest=largest), source
     return Fp8Input(largest=largest), node
 
 

@@ -17,21 +17,21 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.onnx_import import contrib, elementwise, matrices, patterns, shapes
+from penstock.backends.torch_activations import activation_of
+from penstock.kernels.activation import GELU, GELU_TANH, RELU
 from penstock.kernels.packed_encoder import PackedLayer, PackedLinear, PackedStack
 
 NAME = "penstock_packed_layers"
-ACTIVATIONS: dict[object, str] = {
-    functional.gelu: "gelu",
-    elementwise.gelu: "gelu",
-    contrib.bias_gelu: "gelu",
-    contrib.fast_gelu: "gelu_tanh",
-    torch.relu: "relu",
-    functional.relu: "relu",
-}
+ACTIVATIONS = {GELU: "gelu", GELU_TANH: "gelu_tanh", RELU: "relu"}
+# Functions that may add a bias first.
+WITH_BIAS = {contrib.bias_gelu: "gelu", contrib.fast_gelu: "gelu_tanh"}
 # What may stand between a linear layer and the products of heads.
 RESHAPING = {
     shapes.reshape,
     shapes.transpose,
+    torch.permute,
+    torch.transpose,
+    patterns.transpose_heads,
     torch.mul,
     elementwise.divide,
     elementwise.where,
@@ -185,16 +185,14 @@ class _Finder:
 
     def _activation(self, node: object) -> tuple[str, fx.Node, torch.Tensor | None]:
         """Return the activation, the linear layer before it, and a bias added in between."""
-        kinds = {nn.GELU: "gelu", nn.ReLU: "relu"}
-        name = kinds.get(type(self._called(node)), "")
-        bias = None
-        if isinstance(node, fx.Node) and node.op == "call_function":
-            name = ACTIVATIONS.get(node.target, "")
-            if node.kwargs.get("approximate") == "tanh":
-                name = "gelu_tanh"
-            if name and len(node.args) > 1:
-                bias = self._constant(node.args[1])
-                if bias is None:
+        name, bias = "", None
+        if isinstance(node, fx.Node):
+            found = activation_of(self._module, node)
+            name = ACTIVATIONS.get(found, "") if found is not None else ""
+            if _calls(node, *WITH_BIAS):
+                name = WITH_BIAS[node.target]
+                bias = self._constant(node.args[1]) if len(node.args) > 1 else None
+                if bias is None and len(node.args) > 1:
                     raise _mismatch(node, "a constant bias")
         if not name or not isinstance(node, fx.Node) or not isinstance(node.args[0], fx.Node):
             raise _mismatch(node, "GELU or ReLU between two linear layers")
@@ -212,6 +210,8 @@ class _Finder:
             return self._merged(heads, source, num_heads)
         if _calls(node, patterns.attend):
             return self._merged(node.args[:NUM_QKV], source, 0, node.args[-1])
+        if _calls(node, functional.scaled_dot_product_attention):
+            return self._merged(node.args[:NUM_QKV], source, 0, node.kwargs.get("scale"))
         if not _calls(node, torch.matmul):
             raise _mismatch(node, "attention, or the product of weights and values")
         weights, values = node.args
@@ -243,7 +243,7 @@ class _Finder:
         return node
 
     def _merged(
-        self, heads: Sequence[object], source: fx.Node, num_heads: int, scale: float = 0.0
+        self, heads: Sequence[object], source: fx.Node, num_heads: int, scale: float | None = None
     ) -> tuple[LinearPart, int]:
         """Join the linear layers of queries, keys and values. The usual scale tells the size of a
         head where the graph computes it."""

@@ -29,7 +29,7 @@ from penstock.kernels.packed_encoder import (
 MULTIPLE = 16
 # Widest row that a program holds.
 MAX_WIDTH = 1 << 15
-Activation = Literal["", "gelu", "gelu_tanh"]
+FusedActivation = Literal["", "gelu", "gelu_tanh"]
 
 
 class QuantisedRows(NamedTuple):
@@ -47,7 +47,7 @@ class Fp8Input(nn.Module):
     def __init__(
         self,
         norm: nn.LayerNorm | None = None,
-        activation: Activation = "",
+        activation: FusedActivation = "",
         largest: float | None = None,
     ) -> None:
         super().__init__()

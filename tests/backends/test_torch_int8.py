@@ -14,13 +14,6 @@ from penstock.types import Array
 
 torch = pytest.importorskip("torch")
 import onnxruntime as ort  # noqa: E402
-from onnxruntime.quantization import QuantType  # noqa: E402
-from onnxruntime.quantization.calibrate import (  # noqa: E402
-    CalibrationMethod,
-    TensorData,
-    TensorsData,
-)
-from onnxruntime.quantization.qdq_quantizer import QDQQuantizer  # noqa: E402
 
 from penstock.backends.onnx_import.importer import import_model  # noqa: E402
 from penstock.backends.onnx_import.patterns import fuse_patterns  # noqa: E402
@@ -28,8 +21,13 @@ from penstock.backends.torch_int8 import quantise_graph, quantised_inputs  # noq
 from penstock.optimizer.passes.int8_static import Scheme, quantised  # noqa: E402
 
 
-def by_onnx_runtime(model: ModelProto, kind: QuantType, *, is_symmetric: bool) -> ModelProto:
+def by_onnx_runtime(model: ModelProto, kind: str, *, is_symmetric: bool) -> ModelProto:
     """Quantise as ONNX Runtime's own tool does: every tensor between layers."""
+    # Its package adds a folder to sys.path, in which other packages have the names of ours.
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
     known = {
         name: TensorData(lowest=np.array(low, np.float32), highest=np.array(high, np.float32))
         for name, (low, high) in ranges(model).items()
@@ -41,7 +39,7 @@ def by_onnx_runtime(model: ModelProto, kind: QuantType, *, is_symmetric: bool) -
         per_channel=True,
         reduce_range=False,
         weight_qType=QuantType.QInt8,
-        activation_qType=kind,
+        activation_qType=QuantType[kind],
         tensors_range=TensorsData(CalibrationMethod.MinMax, known),
         nodes_to_quantize=[node.name for node in model.graph.node],
         nodes_to_exclude=[],
@@ -83,7 +81,7 @@ def assert_near(answer: Array, expected: Array) -> None:
 
 
 def test_unsigned_levels_with_a_zero_stay_in_bytes_between_all_layers() -> None:
-    model = by_onnx_runtime(residual(), QuantType.QUInt8, is_symmetric=False)
+    model = by_onnx_runtime(residual(), "QUInt8", is_symmetric=False)
     answer, counts, module = found(model)
     assert_near(answer, wanted(model))
     # The sums are rounded on both sides in this file, so they are layers of their own.
@@ -93,7 +91,7 @@ def test_unsigned_levels_with_a_zero_stay_in_bytes_between_all_layers() -> None:
 
 
 def test_signed_levels_give_the_answers_of_the_file() -> None:
-    model = by_onnx_runtime(residual(), QuantType.QInt8, is_symmetric=True)
+    model = by_onnx_runtime(residual(), "QInt8", is_symmetric=True)
     answer, counts, _ = found(model)
     assert_near(answer, wanted(model))
     assert counts["convolution"] == 7

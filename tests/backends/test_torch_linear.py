@@ -150,6 +150,59 @@ def test_modules_and_onnx_files_are_served_in_fp8(config: ModelConfig) -> None:
     assert "is no NVIDIA GPU" in built["products"]
 
 
+FUSIBLE = [ROWWISE, {"penstock.weights": "int8"}]
+
+
+@pytest.mark.usefixtures("with_fp8")
+@pytest.mark.parametrize("options", FUSIBLE)
+def test_fusion_of_convolutions_leaves_linear_layers(config: ModelConfig, options) -> None:
+    wanted, _ = answer(config, **options)
+    found, built = answer(config, **options, **{"penstock.fuse": "convolutions"})
+    assert relative(found, wanted) < 0.01
+    facts = built.get("fp8", built.get("weights"))
+    assert facts.startswith(("12 of 13", "int8: 4 of 13")) and "fusion" in built
+
+
+@pytest.mark.usefixtures("with_fp8")
+@pytest.mark.parametrize("options", FUSIBLE)
+@pytest.mark.parametrize("what", ["on", "transformer"])
+def test_fusion_that_takes_linear_layers_is_refused(config: ModelConfig, options, what) -> None:
+    problem = rf"penstock.fuse: '{what}' takes the linear layers .* expected 'convolutions'"
+    with pytest.raises(ConfigError, match=problem):
+        answer(config, **options, **{"penstock.fuse": what})
+
+
+def test_layers_that_were_exported_are_found_by_their_weights(with_fp8, tmp_path: Path) -> None:
+    path = write_module(tmp_path, TRANSFORMER.replace("IS_SHY = 0", "IS_SHY = 1"))
+    specs = [TensorSpec("x", "FP32", SHAPE)], [TensorSpec("y", "FP32", (10,))]
+    config = model_config("pytorch", path, *specs)
+    kept = "blocks.0.query, blocks.1.outer"
+    _, built = answer(config, **ROWWISE, **{"penstock.fp8_keep": kept})
+    # The GELU before a layer that is kept stays as it is.
+    assert built["fp8"].startswith("10 of 13") and built["fp8_inputs"] == "5 shared or fused"
+
+
+def test_a_graph_that_lacks_a_layer_is_not_used() -> None:
+    """Export follows one branch; the module itself keeps both."""
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.idle = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.one(x) if x.shape[0] > 1 else self.idle(x)
+
+    torch.manual_seed(0)
+    module = Reads().eval().bfloat16()
+    x = torch.randn(4, 32).bfloat16()
+    wanted = module(x).detach()
+    sample = TraceInputs([x], {}, True)
+    model = torch_linear.to_fp8(module, {"one": None, "idle": None}, sample)
+    assert model.not_traced == "the traced module does not call layer 'idle'"
+    assert 0 < relative(model.module(x), wanted) < 0.05
+
+
 @pytest.mark.usefixtures("with_fp8")
 def test_ranges_come_from_a_file(config: ModelConfig) -> None:
     from penstock.backends.pytorch import load_module
@@ -220,6 +273,35 @@ def test_modules_and_onnx_files_are_served_with_integer_weights(
     num_bytes = int(built["weights"].split()[-2])
     assert built["weights"].startswith(f"{kind}: 4 of 13 linear layers, ")
     assert num_bytes < 4 * 64 * 256 * (1.2 if kind == "int8" else 0.7)
+
+
+def test_float_layers_of_a_graph_in_int8_have_integer_weights(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    from suites.int8_networks import IMAGE, ON_GPU, Network, ranges
+    from suites.int8_networks import rows as images
+
+    from penstock.backends import Batch
+    from penstock.optimizer.passes.int8_static import quantised
+
+    net = Network()
+    x = net.add("Flatten", [net.add("GlobalAveragePool", [net.conv("x", 32, 3, 3)])])
+    net.weights["last"] = 0.1 * net.random.standard_normal((32, 512), "float32")
+    last = net.add("MatMul", [x, "last"])
+    model = net.model(last, (512,))
+    onnx.save(quantised(model, ranges(model), replace(ON_GPU, keep=(last,))), tmp_path / "m.onnx")
+    specs = [TensorSpec("x", "FP32", IMAGE)], [TensorSpec(last, "FP32", (512,))]
+    config = model_config("pytorch", tmp_path / "m.onnx", *specs)
+
+    def run(**options: str):
+        runner = backend("pytorch")(replace(config, options=options))
+        (found,) = runner.start(Batch({"x": images()}, 4)).wait()
+        return torch.from_numpy(found[last].copy()), runner.built()
+
+    (wanted, plain), (found, built) = run(), run(**{"penstock.weights": "int8"})
+    assert 0 < relative(found, wanted) < 0.02
+    assert "1 linear layers" in plain["fusion"] and "1 layers in INT8" in built["fusion"]
+    assert built["weights"].startswith("int8: 1 of 1 linear layers")
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,22 @@ from penstock.types import TensorSpec
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from penstock.backends.pytorch import load_module  # noqa: E402
+
 NAMES = ("input_ids", "attention_mask", "token_type_ids")
 LENGTH = 32
 PACKED = {"penstock.pack": "tokens"}
 
 
-def export(path: Path, attention: str, *, kind: str = "Bert", activation: str = "gelu") -> Path:
+def export(
+    path: Path,
+    attention: str,
+    *,
+    kind: str = "Bert",
+    activation: str = "gelu",
+    by_dynamo: bool = False,
+    has_mask: bool = True,
+) -> Path:
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=120, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
         intermediate_size=96, max_position_embeddings=80, hidden_act=activation,
@@ -41,18 +51,24 @@ def export(path: Path, attention: str, *, kind: str = "Bert", activation: str = 
             self.module = module
 
         def forward(self, ids, mask, kinds):
-            return self.module(ids, attention_mask=mask, token_type_ids=kinds).last_hidden_state
+            given = mask if has_mask else None
+            found = self.module(ids, attention_mask=given, token_type_ids=kinds).last_hidden_state
+            return found if has_mask else found * mask[..., None]
 
     sizes = {0: "n", 1: "s"}
+    how: dict[str, object] = {"dynamic_axes": {name: sizes for name in (*NAMES, "y")}}
+    if by_dynamo:
+        num, length = torch.export.Dim("n"), torch.export.Dim("s", max=80)
+        how = {"dynamic_shapes": [{0: num, 1: length} for _ in NAMES], "verbose": False}
     ids = torch.randint(1, 120, (2, 16))
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            Tokens(), (ids, mask, torch.zeros_like(ids)), str(path), dynamo=False,
-            input_names=list(NAMES), output_names=["y"], opset_version=17,
-            dynamic_axes={name: sizes for name in (*NAMES, "y")},
+            Tokens(), (ids, mask, torch.zeros_like(ids)), str(path), dynamo=by_dynamo,
+            input_names=list(NAMES), output_names=["y"], opset_version=18 if by_dynamo else 17,
+            **how,
         )  # fmt: skip
     return path
 
@@ -126,6 +142,25 @@ def check(path: Path, original: Path) -> None:
 def test_exported_encoders_are_packed(tmp_path: Path, attention, activation) -> None:
     path = export(tmp_path / "model.onnx", attention, activation=activation)
     check(path, path)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_encoders_of_the_newer_exporter_are_packed(tmp_path: Path, attention) -> None:
+    """It transposes keys as a batch of matrices."""
+    pytest.importorskip("onnxscript")
+    path = export(
+        tmp_path / "model.onnx", attention, activation="gelu_pytorch_tanh", by_dynamo=True
+    )
+    check(path, path)
+
+
+def test_attention_without_a_mask_is_known_and_refused(tmp_path: Path) -> None:
+    """Padded tokens take part in it, which packed ones cannot."""
+    path = export(tmp_path / "model.onnx", "eager", has_mask=False)
+    functions = [node.target for node in load_module(served(path)).module.graph.nodes]
+    assert functions.count(torch.nn.functional.scaled_dot_product_attention) == 3
+    with pytest.raises(ConfigError, match="packed answers differ from padded ones"):
+        backend("pytorch")(served(path, **PACKED))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -33,6 +33,7 @@ MIN_SHARE = 0.9
 NO_INT8 = "the processor has no instructions for INT8 products (VNNI, AMX)"
 # Options of the PyTorch backend.
 CUDA_GRAPHS = "penstock.cuda_graphs"
+FUSE, CONVOLUTIONS = "penstock.fuse", "convolutions"
 FACTORY = "penstock.factory"
 # Between names of layers.
 SEPARATOR = ","
@@ -47,6 +48,12 @@ def has_images(config: ModelConfig) -> bool:
 
 def with_options(config: ModelConfig, options: Mapping[str, str]) -> ModelConfig:
     return replace(config, options={**config.options, **options})
+
+
+def leaving_linear(config: ModelConfig) -> ModelConfig:
+    """Return a configuration that does not fuse linear layers, for options that replace them."""
+    fuses = config.options.get(FUSE) in ("on", "transformer")
+    return with_options(config, {FUSE: CONVOLUTIONS}) if fuses else config
 
 
 def tolerating(config: ModelConfig, tolerance: float) -> ModelConfig:

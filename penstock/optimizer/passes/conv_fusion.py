@@ -13,7 +13,9 @@ import re
 from penstock.config import ModelConfig
 from penstock.optimizer.passes import Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import (
+    CONVOLUTIONS,
     CUDA_GRAPHS,
+    FUSE,
     check_graphs,
     has_images,
     has_open_layers,
@@ -21,7 +23,8 @@ from penstock.optimizer.passes.building import (
 )
 from penstock.optimizer.plan import Plan
 
-OPTION = "penstock.fuse"
+# Options whose linear layers are not fused.
+OF_LINEAR = ("penstock.fp8", "penstock.weights")
 # Rank of a sequence of features without the batch dimension.
 FEATURE_RANK = 2
 FLOATS = ("FP16", "BF16", "FP32")
@@ -38,10 +41,14 @@ class ConvFusion(Pass):
         step = Step(self.name, _settings(config))
         if not has_open_layers(config):
             return self.skip("not a PyTorch module with its code, nor an ONNX file on a GPU")
-        if OPTION in config.options:
+        if FUSE in config.options:
             return self.skip("fused already")
         if "penstock.compile" in config.options:
             return self.skip("compiled already")
+        if "penstock.keep_fp32" in config.options:
+            return self.skip("layers are kept in FP32 by their names")
+        if _keeps_linear(config) and not has_images(config):
+            return self.skip("linear layers have another precision, and there are no images")
         if not has_images(config) and not _has_features(config):
             return self.skip("no images among the inputs, nor on a GPU features of fixed shape")
         if config.device == "cpu" and not context.plan.is_exhaustive:
@@ -50,7 +57,7 @@ class ConvFusion(Pass):
         return [step]
 
     def configured(self, config: ModelConfig, step: Step, plan: Plan) -> ModelConfig:
-        names = {"fuse": OPTION, "graphs": CUDA_GRAPHS}
+        names = {"fuse": FUSE, "graphs": CUDA_GRAPHS}
         return with_options(config, {names[key]: text for key, text in step.settings.items()})
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
@@ -70,8 +77,12 @@ def _has_features(config: ModelConfig) -> bool:
     return config.uses_gpu and is_fixed and is_float
 
 
+def _keeps_linear(config: ModelConfig) -> bool:
+    return any(config.options.get(key) for key in OF_LINEAR)
+
+
 def _settings(config: ModelConfig) -> dict[str, str]:
-    what = "convolutions" if config.device == "cpu" else "on"
+    what = CONVOLUTIONS if config.device == "cpu" or _keeps_linear(config) else "on"
     has_graphs = config.device != "cpu" and all(spec.is_fixed for spec in config.model.inputs)
     if has_graphs and CUDA_GRAPHS not in config.options:
         return {"fuse": what, "graphs": "on"}

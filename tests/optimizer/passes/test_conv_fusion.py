@@ -20,6 +20,7 @@ STEP = Step("conv-fusion", {"fuse": "on", "graphs": "on"})
 ALONE = Step("conv-fusion", {"fuse": "on"})
 ON_CPU = Step("conv-fusion", {"fuse": "convolutions"})
 PHOTO = TensorSpec("photo", "FP32", (3, 8, 8))
+LEAVING = Step("conv-fusion", {"fuse": "convolutions", "graphs": "on"})
 FUSED = {"penstock.fuse": "convolutions"}
 
 
@@ -62,7 +63,16 @@ def test_skipped_with_the_reason() -> None:
     assert "no images" in reason(on_gpu(a_config(IMAGE)))
     assert "on CPUs" in reason(replace(photos, device="cpu"))
     assert "fused already" in reason(replace(photos, options=FUSED))
+    assert "kept in FP32" in reason(replace(photos, options={"penstock.keep_fp32": "head"}))
     assert "compiled" in reason(replace(photos, options={"penstock.compile": "default"}))
+
+
+@pytest.mark.parametrize("option", ["penstock.fp8", "penstock.weights"])
+def test_linear_layers_of_another_precision_are_left(option) -> None:
+    photos = replace(on_gpu(a_config(PHOTO)), options={option: "some"})
+    assert list(PASS.propose(a_situation(photos))) == [LEAVING]
+    sound = on_gpu(a_config(TensorSpec("sound", "FP32", (100, 80))))
+    assert "another precision" in reason(replace(sound, options={option: "some"}))
 
 
 def test_what_is_fused_is_not_compiled_too() -> None:

@@ -90,6 +90,10 @@ def test_built_and_read_back(build, tmp_path: Path) -> None:
     PASS.build(half, INT8, tmp_path / "u" / "m", workshop(tmp_path))
     assert opened(tmp_path / "u" / "m").config.options["penstock.dtype"] == "fp16"
 
+    fused = replace(build, config=replace(build.config, options={"penstock.fuse": "on"}))
+    PASS.build(fused, INT8, tmp_path / "v" / "m", workshop(tmp_path))
+    assert opened(tmp_path / "v" / "m").config.options["penstock.fuse"] == "convolutions"
+
     def facts(text: str) -> Facts:
         return Facts("pytorch", built={"weights": text} if text else {})
 
