@@ -76,8 +76,8 @@ def on_device(runner: Any, load: Load, seconds: float) -> dict[str, float]:
     pipeline = runner.pipeline
     if pipeline is None:
         return {}
-    there = placed(pipeline, load)
     with torch.inference_mode():
+        there = pipeline.resident(placed(pipeline, load), load.num_tokens)
 
         def waited() -> None:
             pipeline.run(there, load.num_tokens)

@@ -34,7 +34,7 @@ LOWEST, HIGHEST = -128, 127
 STEM_CHANNELS, STEM_STRIDES, MAX_STEM_WINDOW = 4, (1, 2, 4), 8
 MAX_ELEMENTS = 2**31 - 1
 # Rows from which cuDNN is tried: its plans take long to build.
-MIN_CUDNN_ROWS = 512
+MIN_CUDNN_ROWS = 4096
 # Multiple of channels to which scales are filled up: the widest tile.
 CHANNEL_BLOCK = 256
 

@@ -29,6 +29,8 @@ MAX_SHORT_DEPTH = 2**22 // (128 * 128)
 # Rows of a stem's window, at least, so that a dot product has 32 values; blocks of a program that
 # packs an image.
 MIN_STEM_ROWS, PACK_BLOCKS = 4, 256
+# Ends of rows that a tile of a stem counts.
+MAX_WRAPS = 4
 POOL_PIXELS = 64
 BLOCK = 4096
 
@@ -229,7 +231,7 @@ def _stem(
     OUT: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     STEP_N: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
     TAP_BYTES: tl.constexpr, DEPTH: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A convolution of a packed image: a row of the window is TAP_BYTES contiguous bytes. A program
     keeps its weights and takes tile after tile."""
@@ -244,10 +246,23 @@ def _stem(
     ):  # fmt: skip
         at_m = tile * ROWS + tl.arange(0, ROWS)
         is_row = at_m < num_rows
-        row = tl.where(is_row, at_m, 0)
-        pixel = row % (OUT_H * OUT_W)
-        base = row // (OUT_H * OUT_W) * STEP_N
-        base += pixel // OUT_W * STEP_H + pixel % OUT_W * STEP_W
+        if NUM_WRAPS > 0:
+            # Count on from the tile's first pixel: a division for each pixel takes longer than the
+            # dot product.
+            first = tile * ROWS % (OUT_H * OUT_W)
+            column = first % OUT_W + tl.arange(0, ROWS)
+            row = first // OUT_W + tl.zeros((ROWS,), dtype=tl.int32)
+            for _ in tl.static_range(NUM_WRAPS):
+                row = tl.where(column >= OUT_W, row + 1, row)
+                column = tl.where(column >= OUT_W, column - OUT_W, column)
+            base = tile * ROWS // (OUT_H * OUT_W) * STEP_N + row * STEP_H + column * STEP_W
+            base = tl.where(row >= OUT_H, base + (STEP_N - OUT_H * STEP_H), base)
+            base = tl.where(is_row, base, 0)
+        else:
+            known = tl.where(is_row, at_m, 0)
+            pixel = known % (OUT_H * OUT_W)
+            base = known // (OUT_H * OUT_W) * STEP_N
+            base += pixel // OUT_W * STEP_H + pixel % OUT_W * STEP_W
         a = tl.load(x + (base[:, None] + tap[None, :]))
         total = tl.dot(a, b, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
         value = _finish(
@@ -520,6 +535,9 @@ def convolve_stem(
     y = torch.empty((batch, out_h, out_w, out), dtype=epilogue.out, device=x.device)
     num_rows, depth = batch * out_h * out_w, rows * tap_bytes
     columns = -(-out // tile.columns)
+    # Ends of rows in a tile; 0: too many to count them, or more than one image.
+    num_wraps = -(-tile.rows // out_w)
+    num_wraps = num_wraps if num_wraps <= MAX_WRAPS and tile.rows <= out_h * out_w else 0
     num_programs = min(-(-num_rows // tile.rows), NUM_PROGRAMS * tile.split) * columns
     launch(
         _stem, (num_programs,),
@@ -527,7 +545,7 @@ def convolve_stem(
         epilogue.lowest, epilogue.highest, out, out_h, out_w,
         high * wide * block, wide * block, block, tap_bytes, depth,
         is_short(depth, epilogue.out), epilogue.out == torch.int8,
-        tile.rows, tile.columns, tile.num_stages, num_warps=tile.num_warps,
+        tile.rows, tile.columns, num_wraps, tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
     return y.permute(0, 3, 1, 2)
 

@@ -231,7 +231,8 @@ class PackedFp8Linear(nn.Module):
 
     def __init__(self, product: PackedLinear, largest: float | None) -> None:
         super().__init__()
-        weight = product.weight.float()
+        # An ONNX file may have it transposed.
+        weight = product.weight.float().contiguous()
         channels = weight.abs().amax(1).clamp(min=SMALLEST) / FP8_MAX
         self.weight = nn.Parameter(to_fp8(weight, 1 / channels[:, None]), requires_grad=False)
         self.bias = product.bias

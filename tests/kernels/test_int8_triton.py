@@ -126,9 +126,10 @@ def test_channels_that_fill_no_tile(workspace):
     ("size", "stride"),
     [((7, 7), (2, 2)), ((3, 3), (2, 2)), ((3, 3), (1, 1)), ((5, 3), (2, 2)), ((4, 4), (4, 4))],
 )
-def test_a_stem_quantises_floats_itself(size, stride, zero):
+@pytest.mark.parametrize("image", [(17, 19), (34, 70)])
+def test_a_stem_quantises_floats_itself(size, stride, zero, image):
     window = Window(size, stride, (size[0] // 2, size[1] // 2))
-    x = torch.randn(2, 3, 17, 19, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x = torch.randn(3, 3, *image, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     weight = drawn(24, 3, *size)
     packed = int8.pack_stem(weight, stride[0])
     made, scale, offset = epilogue(24, packed[0].numel())
