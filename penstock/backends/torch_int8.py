@@ -36,6 +36,8 @@ from penstock.kernels.int8_layers import (
 
 # Unsigned values are kept as signed ones, 128 lower.
 UNSIGNED_SHIFT = 128
+# Largest value of INT8, without its sign.
+MOST = 128
 NO_MODULE = nn.Module()
 
 
@@ -120,11 +122,19 @@ class _Quantiser:
         """Note the levels of a node if they are one constant for the whole tensor."""
         scale, zero = (self._constant(each) for each in (*node.args, None)[1:3])
         has_zero = len(node.args) > 2 and node.args[2] is not None
-        plain = {"axis", "types"}
+        # A datatype that is given besides is that of the zero.
+        plain = {"axis", "types", "saturate", *(["output_dtype"] if has_zero else [])}
         is_other = any(value for key, value in node.kwargs.items() if key not in plain)
         if scale is None or scale.numel() != 1 or (has_zero and zero is None) or is_other:
             return
-        # Without a zero a value is UINT8, as the types of a QuantizeLinear say too.
+        source = self._to.get(node.args[0])
+        if zero is None and found is self._from and source is not None:
+            # Zero, in the datatype that was written.
+            is_known = source.zero in (0, -UNSIGNED_SHIFT)
+            if is_known:
+                found[node] = Levels(float(scale), source.zero)
+            return
+        # Without a zero a value is UINT8.
         dtype = torch.uint8 if zero is None else zero.dtype
         if dtype not in (torch.int8, torch.uint8) or (zero is None and found is self._from):
             return
@@ -163,10 +173,10 @@ class _Quantiser:
         scale = getattr(layer, WEIGHT_SCALE, None)
         if scale is None or node.args[0] not in self._from:
             return None
-        if type(layer) is nn.Linear:
-            return layer if len(scale) in (1, layer.out_features) else None
-        if type(layer) is not nn.Conv2d or len(scale) not in (1, layer.out_channels):
+        if type(layer) not in (nn.Linear, nn.Conv2d) or _levels_of(layer) is None:
             return None
+        if type(layer) is nn.Linear:
+            return layer
         is_plain = layer.groups == 1 and layer.dilation == (1, 1)
         return layer if is_plain and not isinstance(layer.padding, str) else None
 
@@ -184,9 +194,8 @@ class _Quantiser:
         geometry = ConvGeometry()
         if isinstance(layer, nn.Conv2d):
             geometry = ConvGeometry(layer.stride, layer.padding)
-        scale = getattr(layer, WEIGHT_SCALE).double()
-        by_channel = scale.reshape(-1, *[1] * (layer.weight.ndim - 1))
-        values = (layer.weight.double() / by_channel).round().to(torch.int8)
+        scale, values = getattr(layer, WEIGHT_SCALE).double(), _levels_of(layer)
+        assert values is not None
         shape = Int8Shape(levels, out, tail.lowest, tail.highest, added, geometry)
         source = given.args[0]
         assert isinstance(source, fx.Node)
@@ -197,7 +206,8 @@ class _Quantiser:
         if is_stem:
             # The layer quantises by itself.
             (source, *_) = source.args
-        made = Int8Layer(values, scale, layer.bias, shape, self.tuner, is_stem=is_stem)
+        dtype = layer.weight.dtype
+        made = Int8Layer(values, scale, layer.bias, shape, self.tuner, is_stem=is_stem, dtype=dtype)
         kind = "linear" if made.is_matmul else "convolution"
         arguments = (source,) if residual is None else (source, residual)
         self._insert(tail.nodes, kind, made, arguments, out)
@@ -321,13 +331,31 @@ class _Quantiser:
             for node, levels in list(nodes.items()):
                 if node.op != "call_function" or node not in left:
                     continue
-                layer = Quantize(levels) if kind == "quantise" else Dequantize(levels)
+                scale = self._constant(node.args[1])
+                assert scale is not None
+                is_first = kind == "quantise"
+                layer = Quantize(levels) if is_first else Dequantize(levels, scale.dtype)
                 name = f"int8_{kind}_{self._order[node]}"
                 self.module.add_submodule(name, layer)
                 with self.module.graph.inserting_after(node):
                     new = self.module.graph.call_module(name, (node.args[0],))
                 node.replace_all_uses_with(new)
                 self.module.graph.erase_node(node)
+
+
+def _levels_of(layer: nn.Conv2d | nn.Linear) -> torch.Tensor | None:
+    """Return the INT8 values of a layer's weights; None if the scales are not by output channel,
+    which shows in values that are not whole."""
+    scale = getattr(layer, WEIGHT_SCALE).double()
+    if len(scale) not in (1, len(layer.weight)):
+        return None
+    by_channel = scale.reshape(-1, *[1] * (layer.weight.ndim - 1))
+    values = layer.weight.double() / by_channel
+    whole = values.round()
+    # Weights are rounded to the type of the file.
+    tolerance = 0.2 if layer.weight.dtype == torch.float16 else 1e-3
+    is_whole = bool(((values - whole).abs() < tolerance).all() & (whole.abs() <= MOST).all())
+    return whole.to(torch.int8) if is_whole else None
 
 
 def _calls(node: object, function: object) -> bool:

@@ -81,8 +81,10 @@ class Int8Layer(TunedLayer):
         tuner: Tuner | None,
         *,
         is_stem: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`weight` has INT8 values [out, in, h, w], or [out, in] of a matmul."""
+        """`weight` has INT8 values [out, in, h, w], or [out, in] of a matmul; `dtype` is that of a
+        result in floats, until the module is cast."""
         super().__init__(tuner)
         self.shape = shape
         self.is_matmul = weight.ndim != IMAGE_RANK
@@ -120,7 +122,7 @@ class Int8Layer(TunedLayer):
             padded = functional.pad(each.float(), (0, padding))
             self.register_buffer(f"{name}_bits", padded.view(torch.int32))
         # It gets the float type of the model when the module is cast.
-        self.register_buffer("marker", torch.empty(0), persistent=False)
+        self.register_buffer("marker", torch.empty(0, dtype=dtype), persistent=False)
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -128,8 +130,11 @@ class Int8Layer(TunedLayer):
         out = self.shape.out
         if out is None:
             return self.shape.lowest, self.shape.highest
-        lowest = max(LOWEST, self.shape.lowest / out.scale + out.zero)
-        return lowest, min(HIGHEST, self.shape.highest / out.scale + out.zero)
+        lowest, highest = (
+            min(max(LOWEST, limit / out.scale + out.zero), HIGHEST)
+            for limit in (self.shape.lowest, self.shape.highest)
+        )
+        return lowest, highest
 
     @property
     def factor(self) -> float:
@@ -147,7 +152,7 @@ class Int8Layer(TunedLayer):
         if residual is not None and residual.shape != out_shape:
             return self._plain(x, residual)
         rows = x.reshape(-1, x.shape[-1])
-        added = None if residual is None else residual.reshape(len(rows), -1)
+        added = None if residual is None else residual.reshape(len(rows), -1).contiguous()
         return self._run(rows, added).view(out_shape)
 
     def _run(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -182,7 +187,7 @@ class Int8Layer(TunedLayer):
             return found
         out, channels = self.weight.shape[:2]
         if self.is_matmul:
-            for tile in int8_triton.row_tiles(len(x), channels, out, self._out_dtype):
+            for tile in int8_triton.row_tiles(len(x), channels, out, self._row_bytes(residual)):
                 found[f"triton rows {tile}"] = partial(self._by_rows, tile)
             return found
         geometry = self.shape.geometry
@@ -194,7 +199,8 @@ class Int8Layer(TunedLayer):
             return found
         is_flat = window.size == window.stride == (1, 1) and window.padding == (0, 0)
         if is_flat:
-            for tile in int8_triton.row_tiles(num_rows, channels, out, self._out_dtype):
+            row_bytes = self._row_bytes(residual)
+            for tile in int8_triton.row_tiles(num_rows, channels, out, row_bytes):
                 found[f"triton rows {tile}"] = partial(self._by_flat_rows, tile)
         for tile in int8_triton.window_tiles(num_rows, out, channels, math.prod(window.size)):
             num_tiles = -(-num_rows // tile.rows) * -(-out // tile.columns)
@@ -205,6 +211,11 @@ class Int8Layer(TunedLayer):
             for plan in range(self.chosen.graphs.num_plans(form)):
                 found[f"cudnn {plan}"] = partial(self._by_cudnn, form, plan)
         return found
+
+    def _row_bytes(self, residual: torch.Tensor | None) -> list[int]:
+        """Return the bytes of a row of the result, and of the residual."""
+        dtypes = [self._out_dtype] if residual is None else [self._out_dtype, residual.dtype]
+        return [len(self.weight) * dtype.itemsize for dtype in dtypes]
 
     def _fits_cudnn(self) -> bool:
         out, given = self.shape.out, self.shape.given
@@ -360,11 +371,11 @@ class Quantize(nn.Module):  # type: ignore[misc]
 
 
 class Dequantize(nn.Module):  # type: ignore[misc]
-    def __init__(self, levels: Levels) -> None:
+    def __init__(self, levels: Levels, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.levels = levels
         # It gets the float type of the model when the module is cast.
-        self.register_buffer("marker", torch.empty(0), persistent=False)
+        self.register_buffer("marker", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.is_cuda and has_triton() and not torch.compiler.is_compiling():
@@ -402,7 +413,7 @@ def _format_of(x: torch.Tensor) -> torch.memory_format:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return channels-last images as rows of channels."""
-    return _last(x).permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+    return _last(x).permute(0, 2, 3, 1).reshape(-1, x.shape[1]).contiguous()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ With TRITON_INTERPRET=1 in the environment, before this file is imported, all of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -376,10 +377,11 @@ def _after(epilogue: Int8Epilogue, x: torch.Tensor) -> tuple[torch.Tensor, tuple
     return (x if residual is None else residual), limits
 
 
-def row_tiles(num_rows: int, depth: int, out: int, dtype: torch.dtype) -> list[Tile]:
+def row_tiles(num_rows: int, depth: int, out: int, row_bytes: Iterable[int]) -> list[Tile]:
     """Return the tiles of `multiply` worth trying; `split` is the number of programs per processor,
-    0 for programs that keep their rows. None if rows do not begin at multiples of 16 bytes."""
-    if depth % 16 or out * dtype.itemsize % 16:
+    0 for programs that keep their rows. None if rows do not begin at multiples of 16 bytes:
+    `row_bytes` are those of the result and of the residual."""
+    if depth % 16 or any(size % 16 for size in row_bytes):
         return []
     step = next((size for size in (128, 64) if depth % size == 0), 128 if depth > 64 else 64)
     if num_rows < 64 * NUM_PROGRAMS // 2:

@@ -219,3 +219,88 @@ def test_a_float_graph_is_unchanged(tmp_path: Path) -> None:
     before = [str(node.target) for node in module.graph.nodes]
     assert not quantise_graph(module, None)
     assert [str(node.target) for node in module.graph.nodes] == before
+
+
+def by_hand(
+    weight: Array, scale: Array, axis: int, *, last: str = "", dtype: type = np.float32
+) -> ModelProto:
+    """Rows of 16 numbers, quantised, times INT8 weights with scales along an axis."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], saturate=1),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node("DequantizeLinear", ["w", "ws"], ["v"], axis=axis),
+        helper.make_node("MatMul", ["d", "v"], ["y"]),
+    ]
+    name, kind = "y", helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    weights: dict[str, Array] = {"w": weight, "ws": scale.astype(dtype)}
+    weights |= {"s": np.asarray(0.05, dtype), "z": np.asarray(0, np.int8)}
+    if last == "clip":
+        # All of it is below the lowest level of the result.
+        weights |= {"low": np.asarray(-50, dtype), "high": np.asarray(-30, dtype)}
+        nodes += [
+            helper.make_node("Clip", ["y", "low", "high"], ["c"]),
+            helper.make_node("QuantizeLinear", ["c", "s", "z"], ["r"]),
+            helper.make_node("DequantizeLinear", ["r", "s", "z"], ["u"]),
+        ]
+        name = "u"
+    graph = helper.make_graph(
+        nodes,
+        "made",
+        [helper.make_tensor_value_info("x", kind, ["n", 16])],
+        [helper.make_tensor_value_info(name, kind, ["n", 16])],
+        [numpy_helper.from_array(array, key) for key, array in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+
+
+def run_both(model: ModelProto, dtype: type = np.float32) -> tuple[Array, Array, Counter[str]]:
+    x = np.random.default_rng(0).standard_normal((3, 16)).astype(dtype)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    (expected,) = ort.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})
+    module = import_model(model).module
+    counts = quantise_graph(module, None)
+    (answer,) = module(torch.from_numpy(x))
+    assert answer.numpy().dtype == expected.dtype
+    return answer.numpy(), np.asarray(expected), counts
+
+
+def square(seed: int = 0) -> tuple[Array, Array]:
+    random = np.random.default_rng(seed)
+    levels = random.integers(-127, 128, (16, 16)).astype(np.int8)
+    return levels, random.uniform(0.001, 0.01, 16)
+
+
+@pytest.mark.parametrize(("axis", "num_layers"), [(1, 1), (0, 0)])
+def test_scales_of_square_weights_are_told_apart_by_their_axis(axis: int, num_layers: int) -> None:
+    answer, expected, counts = run_both(by_hand(*square(), axis))
+    assert counts.total() == num_layers
+    assert_near(answer, expected)
+
+
+def test_limits_below_the_lowest_level_do_not_wrap_around() -> None:
+    answer, expected, counts = run_both(by_hand(*square(), 1, last="clip"))
+    assert counts["linear"] == 1
+    assert np.array_equal(answer, expected)
+
+
+def test_a_file_of_16_bits_keeps_its_datatype() -> None:
+    model = by_hand(*square(), 1, dtype=np.float16)
+    answer, expected, counts = run_both(model, np.float16)
+    assert counts["linear"] == 1
+    assert np.allclose(answer, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_result_that_is_an_output_too_is_still_one_after_the_pass() -> None:
+    net = Network(4)
+    first = net.add("Relu", [net.conv("x", 32, 3, 3)])
+    one = net.conv(first, 32, 32)
+    last = net.conv(net.add("Add", [one, first]), 32, 32)
+    model = net.model(last, (32, 12, 12))
+    model.graph.output.append(
+        helper.make_tensor_value_info(one, TensorProto.FLOAT, ["n", 32, 12, 12])
+    )
+    made = quantised(model, ranges(model), ON_GPU)
+    onnx.checker.check_model(made)
+    assert {each.name for each in made.graph.output} == {last, one}
+    ort.InferenceSession(made.SerializeToString()).run(None, {"x": rows()})

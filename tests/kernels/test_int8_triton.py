@@ -169,6 +169,7 @@ def test_sums_of_two_tensors():
 
 
 def test_rows_that_do_not_begin_at_16_bytes_have_no_tiles():
-    assert not int8.row_tiles(100_000, 24, 64, torch.int8)
-    assert not int8.row_tiles(100_000, 64, 1000, torch.int8)
-    assert int8.row_tiles(100_000, 64, 1000, torch.float16)
+    assert not int8.row_tiles(100_000, 24, 64, [64])
+    assert not int8.row_tiles(100_000, 64, 1000, [1000])
+    assert not int8.row_tiles(100_000, 64, 1000, [2000, 1000])
+    assert int8.row_tiles(100_000, 64, 1000, [2000])

@@ -49,7 +49,7 @@ def quantize(
     to: int | torch.dtype = (
         output_dtype or declared or (torch.uint8 if zero is None else zero.dtype)
     )
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16, *FLOAT8) else x.dtype
+    wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
     wide = DTYPES[precision] if precision else wide
     values = x.to(wide) / _spread(scale, x, axis, block_size).to(wide)
     dtype = DTYPES[to] if isinstance(to, int) else to

@@ -272,6 +272,7 @@ def _keep_sums_exact(model: ModelProto) -> None:
     """Let a layer add the residual to its own sums: take the rounding between them out."""
     makers = {name: node for node in model.graph.node for name in node.output}
     readers = Counter(name for node in model.graph.node for name in node.input)
+    readers.update(value.name for value in model.graph.output)
     removed = []
     for node in model.graph.node:
         if node.op_type != "Add":
