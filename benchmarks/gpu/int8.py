@@ -74,8 +74,8 @@ def quantised(path: Path, images: np.ndarray, name: str) -> Path:
     return target
 
 
-def opened(config: ModelConfig, folder: Path) -> tuple[Any, float]:
-    """A runner, and how long it took. Each kind has a folder of its own for its choices."""
+def opened(config: ModelConfig) -> tuple[Any, float]:
+    """A runner, and how long it took."""
     began = time.monotonic()
     runner = backend("pytorch")(config)
     return runner, time.monotonic() - began
@@ -91,16 +91,16 @@ def main() -> None:
     shard = Images(MODELS[args.model], args.device, is_onnx=True)
     shard.batches = (2,) if shard.is_tiny else tuple(map(int, args.batches.split(",")))
     config = shard.config(HALF_FUSED)
-    config = replace(config, options={**config.options})
     first = shard.loads(HALF_FUSED)
     name = config.inputs[0].name
     path = quantised(Path(config.artifact), first[0].inputs[name][:NUM_CALIBRATED], name)
+    # A folder of its own, for its choices of kernels.
     folder = path.parent.with_name("int8")
     folder.mkdir(exist_ok=True)
     artifact = folder / "model.onnx"
     artifact.write_bytes(path.read_bytes())
-    half, _ = opened(config, shard.folder)
-    with_bytes, load_s = opened(replace(config, artifact=str(artifact)), folder)
+    half, _ = opened(config)
+    with_bytes, load_s = opened(replace(config, artifact=str(artifact)))
     rows: dict[str, Any] = {}
     for load in first:
         began = time.monotonic()
@@ -121,15 +121,15 @@ def main() -> None:
         (folder / file).write_bytes(content)
     if args.profile and not shard.is_tiny:
         profile(with_bytes, first[0])
-    again(args, replace(config, artifact=str(artifact)), first)
+    again(replace(config, artifact=str(artifact)), first)
     out = Path(os.environ.get("OUT", ".")) / "gpu_int8.json"
     if not shard.is_tiny:
         out.write_text(json.dumps({"model": args.model, "load_s": load_s, "rows": rows}, indent=1))
 
 
-def again(args: argparse.Namespace, config: ModelConfig, loads: list[Load]) -> None:
+def again(config: ModelConfig, loads: list[Load]) -> None:
     """A second start in this process: what was chosen is read, nothing is timed."""
-    runner, load_s = opened(config, Path())
+    runner, load_s = opened(config)
     began = time.monotonic()
     for load in loads:
         answers(runner, load)
