@@ -117,7 +117,7 @@ def _before(
 
 
 @dataclass(slots=True)
-class Watch:
+class LayerWatch:
     """The layers that took or gave values that are not finite, in the order in which they ended."""
 
     took: dict[str, None] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Watch:
 class _Watcher(fx.Interpreter):  # type: ignore[misc]
     """Runs a graph and notes what its nodes give."""
 
-    def __init__(self, module: fx.GraphModule, watch: Watch) -> None:
+    def __init__(self, module: fx.GraphModule, watch: LayerWatch) -> None:
         super().__init__(module)
         self._watch = watch
 
@@ -149,10 +149,10 @@ class _Watcher(fx.Interpreter):  # type: ignore[misc]
         return found
 
 
-def watched(module: nn.Module, positional: Mapping[str, torch.Tensor], call: Call) -> Watch:
+def watched(module: nn.Module, positional: Mapping[str, torch.Tensor], call: Call) -> LayerWatch:
     """Run a model once and return what its layers took and gave: nodes of a graph that takes its
     inputs by position, else submodules while `call` runs."""
-    watch = Watch()
+    watch = LayerWatch()
     with torch.no_grad():
         if isinstance(module, fx.GraphModule):
             _Watcher(module, watch).run(*positional.values())
@@ -171,12 +171,12 @@ def watched(module: nn.Module, positional: Mapping[str, torch.Tensor], call: Cal
 
 
 def _after(
-    watch: Watch, name: str, module: nn.Module, args: object, kwargs: object, found: object
+    watch: LayerWatch, name: str, module: nn.Module, args: object, kwargs: object, found: object
 ) -> None:
     watch.note(name, (args, kwargs), found)
 
 
-def overflowing(exact: Watch, rounded: Watch) -> list[str]:
+def overflowing(exact: LayerWatch, rounded: LayerWatch) -> list[str]:
     """Return the layers to keep in FP32, from a run in FP32 and one in FP16: those that give values
     beyond FP16; if none does, the first that takes such values."""
     gave = [name for name in rounded.gave if name not in exact.gave]

@@ -23,7 +23,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.kernels.activation import GELU, GELU_TANH, Activation
 from penstock.kernels.cublaslt import Unavailable
-from penstock.kernels.fp8_linear import MULTIPLE, Fp8Input, Fp8Linear, FusedActivation, fits
+from penstock.kernels.fp8_linear import MULTIPLE, E4m3Linear, Fp8Input, FusedActivation, fits
 from penstock.kernels.gemm import Multiplier, open_multiplier
 from penstock.kernels.integer_weights import MIN_GROUP, WeightOnlyLinear
 from penstock.kernels.packed_encoder import KERNEL_TYPES
@@ -45,7 +45,7 @@ class LinearModel:
     """A module with linear layers in e4m3 or with integer weights, and what chooses the GEMMs."""
 
     module: nn.Module
-    layers: Mapping[str, Fp8Linear | WeightOnlyLinear]
+    layers: Mapping[str, E4m3Linear | WeightOnlyLinear]
     num_layers: int
     # Of integer weights; 0: e4m3.
     bits: int = 0
@@ -191,7 +191,7 @@ def to_fp8(
     except ConfigError as error:
         not_traced = str(error).partition("traced: ")[2] or str(error)
     # A layer that is used under two names stays one.
-    made = {id(found[name]): Fp8Linear(found[name], ranges[name]) for name in ranges}
+    made = {id(found[name]): E4m3Linear(found[name], ranges[name]) for name in ranges}
     layers = {name: made[id(found[name])] for name in ranges}
     for name, layer in layers.items():
         for place in places[name]:
@@ -228,7 +228,7 @@ def _share_inputs(traced: fx.GraphModule) -> int:
     inputs are shared or fused."""
     count = 0
     for node in list(traced.graph.nodes):
-        users = [user for user in node.users if isinstance(_called(traced, user), Fp8Linear)]
+        users = [user for user in node.users if isinstance(_called(traced, user), E4m3Linear)]
         ranges = {_called(traced, user).largest for user in users}
         if not users or len(ranges) != 1:
             continue

@@ -22,7 +22,7 @@ MAX_PLANS = 5
 MAX_WORKSPACE_BYTES = 64 << 20
 
 
-class Graph(Protocol):
+class CudnnGraph(Protocol):
     """What is used of cudnn.pygraph."""
 
     def build_plan_at_index(self, index: int) -> None: ...
@@ -51,7 +51,7 @@ class Int8Form:
 
 @dataclass(frozen=True, slots=True)
 class BuiltGraph:
-    graph: Graph
+    graph: CudnnGraph
     # Tensors of the graph by their role.
     tensors: Mapping[str, object]
     num_plans: int

@@ -33,7 +33,7 @@ FusedActivation = Literal["", "gelu", "gelu_tanh"]
 
 
 class QuantisedRows(NamedTuple):
-    """The input of an `Fp8Linear`: e4m3 [rows, width], a scale per row, and the sizes before the
+    """The input of an `E4m3Linear`: e4m3 [rows, width], a scale per row, and the sizes before the
     last of what it was made from."""
 
     values: Tensor
@@ -89,7 +89,7 @@ class Fp8Input(nn.Module):
         return to_fp8(rows, 1 / scales), scales
 
 
-class Fp8Linear(nn.Module):
+class E4m3Linear(nn.Module):
     """A linear layer in e4m3; its input may have been quantised already."""
 
     def __init__(self, linear: nn.Linear, largest: float | None = None) -> None:

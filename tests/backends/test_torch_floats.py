@@ -17,7 +17,7 @@ pytest.importorskip("safetensors")
 
 from linear_models import MLP, write_module, write_onnx  # noqa: E402
 
-from penstock.backends.torch_floats import Watch, cast_others, overflowing, watched  # noqa: E402
+from penstock.backends.torch_floats import LayerWatch, cast_others, overflowing, watched  # noqa: E402
 
 LARGE = MLP.replace("FACTOR = 1", "FACTOR = 1e7")
 ROWS = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
@@ -135,9 +135,9 @@ def test_the_first_that_overflows_is_named() -> None:
     assert list(rounded.gave) == ["1", "2"] and list(rounded.took) == ["2"]
     assert overflowing(exact, rounded) == ["1"]
     # Once the function is kept, what reads it comes next.
-    assert overflowing(Watch(), Watch(took={"2": None}, gave={"2": None})) == ["2"]
+    assert overflowing(LayerWatch(), LayerWatch(took={"2": None}, gave={"2": None})) == ["2"]
 
 
 def test_masks_of_infinity_are_no_overflow() -> None:
     mask = {"mask": None}
-    assert overflowing(Watch(gave=mask), Watch(gave=mask)) == []
+    assert overflowing(LayerWatch(gave=mask), LayerWatch(gave=mask)) == []

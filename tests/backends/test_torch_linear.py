@@ -20,7 +20,7 @@ from linear_models import MLP, SHAPE, TRANSFORMER, made, write_module, write_onn
 
 from penstock.backends import torch_linear  # noqa: E402
 from penstock.backends.torch_tracing import TraceInputs  # noqa: E402
-from penstock.kernels.fp8_linear import Fp8Input, Fp8Linear, fits  # noqa: E402
+from penstock.kernels.fp8_linear import E4m3Linear, Fp8Input, fits  # noqa: E402
 
 ROWWISE = {"penstock.fp8": "rowwise", "penstock.dtype": "bf16"}
 
@@ -67,7 +67,7 @@ def test_sharing_an_input_changes_nothing() -> None:
     names = [name for name, each in torch_linear.find_layers(one).items() if fits(each)]
     shared = torch_linear.to_fp8(one, dict.fromkeys(names)).module
     for name in names:
-        other.set_submodule(name, Fp8Linear(other.get_submodule(name)))
+        other.set_submodule(name, E4m3Linear(other.get_submodule(name)))
     x = rows().bfloat16()
     # Norms round to BF16 in between only where they stand alone, which plain torch does for both.
     assert torch.equal(shared(x), other(x))
@@ -97,16 +97,16 @@ def test_calibrated_ranges_clip_what_is_beyond_them() -> None:
     x = torch.randn(5, 32).bfloat16()
     wanted = linear(x).detach()
     largest = float(x.abs().amax())
-    assert relative(Fp8Linear(linear, largest)(x), wanted) < 0.05
-    assert relative(Fp8Linear(linear, largest / 8)(x), wanted) > 0.2
-    assert relative(Fp8Linear(linear)(1000 * x), linear(1000 * x).detach()) < 0.05
+    assert relative(E4m3Linear(linear, largest)(x), wanted) < 0.05
+    assert relative(E4m3Linear(linear, largest / 8)(x), wanted) > 0.2
+    assert relative(E4m3Linear(linear)(1000 * x), linear(1000 * x).detach()) < 0.05
 
 
 def test_a_layer_without_bias_and_an_empty_batch() -> None:
     linear = torch.nn.Linear(32, 16, bias=False).bfloat16()
     x = torch.randn(2, 3, 32).bfloat16()
-    assert relative(Fp8Linear(linear)(x), linear(x).detach()) < 0.05
-    assert Fp8Linear(linear)(x[:0]).shape == (0, 3, 16)
+    assert relative(E4m3Linear(linear)(x), linear(x).detach()) < 0.05
+    assert E4m3Linear(linear)(x[:0]).shape == (0, 3, 16)
 
 
 def test_layers_whose_weights_are_read_by_others_stay() -> None:

@@ -25,7 +25,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.backends.onnx_import import contrib  # noqa: E402
 from penstock.kernels import encoder, weight_only_gemm  # noqa: E402
-from penstock.kernels.fp8_linear import Fp8Input, Fp8Linear, QuantisedRows  # noqa: E402
+from penstock.kernels.fp8_linear import E4m3Linear, Fp8Input, QuantisedRows  # noqa: E402
 from penstock.kernels.integer_weights import quantise_weight  # noqa: E402
 
 has_fp8 = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_a_layer_in_fp8(dtype, num_rows, has_bias):
     torch.manual_seed(1)
     linear = torch.nn.Linear(768, 3072, bias=has_bias).cuda()
     x = torch.randn(num_rows, 768, device="cuda")
-    found = Fp8Linear(linear.to(dtype))(x.to(dtype))
+    found = E4m3Linear(linear.to(dtype))(x.to(dtype))
     assert found.dtype == dtype
     assert relative(found, linear.float()(x)) < 0.05
 

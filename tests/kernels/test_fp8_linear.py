@@ -9,7 +9,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu has the real kernels", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
-from penstock.kernels.fp8_linear import Fp8Input, Fp8Linear, QuantisedRows, fits  # noqa: E402
+from penstock.kernels.fp8_linear import E4m3Linear, Fp8Input, QuantisedRows, fits  # noqa: E402
 
 
 def relative(found, wanted) -> float:
@@ -49,7 +49,7 @@ def test_a_norm_and_its_input_in_any_layout(interpreted):
 
 def test_a_layer_takes_rows_that_are_quantised():
     linear = torch.nn.Linear(32, 16)
-    layer, x = Fp8Linear(linear), torch.randn(3, 2, 32)
+    layer, x = E4m3Linear(linear), torch.randn(3, 2, 32)
     assert torch.equal(layer(Fp8Input()(x)), layer(x))
     assert layer(x).shape == (3, 2, 16)
     assert 0 < relative(layer(x), linear(x)) < 0.06
@@ -57,7 +57,7 @@ def test_a_layer_takes_rows_that_are_quantised():
 
 def test_rows_of_zeros_stay_zeros():
     linear = torch.nn.Linear(32, 16)
-    assert torch.allclose(Fp8Linear(linear)(torch.zeros(2, 32)), linear.bias.expand(2, 16))
+    assert torch.allclose(E4m3Linear(linear)(torch.zeros(2, 32)), linear.bias.expand(2, 16))
 
 
 def test_sizes_are_multiples_of_16():

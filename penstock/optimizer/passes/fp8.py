@@ -155,12 +155,12 @@ class _Switched:
 
     def __init__(self, trial: torch_layers.TorchTrial, check_time: Callable[[], None]) -> None:
         from penstock.backends import torch_linear
-        from penstock.kernels.fp8_linear import Fp8Linear, fits
+        from penstock.kernels.fp8_linear import E4m3Linear, fits
 
         self._trial, self._check_time = trial, check_time
         found = torch_linear.find_layers(trial.loaded.module)
         self._floats = {name: each for name, each in found.items() if fits(each)}
-        self._small = {name: Fp8Linear(each) for name, each in self._floats.items()}
+        self._small = {name: E4m3Linear(each) for name, each in self._floats.items()}
         self.original = trial.answers()
 
     @property

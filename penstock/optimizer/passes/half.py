@@ -176,7 +176,7 @@ def overflowing_layers(
     """Return the layers whose inputs or results FP16 does not hold, on these rows."""
     from penstock.backends import torch_floats
 
-    def watched(trial: torch_layers.TorchTrial) -> list[torch_floats.Watch]:
+    def watched(trial: torch_layers.TorchTrial) -> list[torch_floats.LayerWatch]:
         loaded, found = trial.loaded, []
         for batch in trial.batches:
             given = {name: batch[name] for name in loaded.positional}
