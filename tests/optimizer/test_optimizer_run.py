@@ -390,8 +390,8 @@ def test_a_repository_that_cannot_be_written(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
-    """A whole run on a GPU that computes nothing: one process for all that is asked of the model,
-    and one server for each way to serve it, from its first measurement to the proof."""
+    """A whole run on a GPU that computes nothing: one process for all that is asked of a model, and
+    one server for each way to serve it, from its first measurement to the proof."""
     (tmp_path / "driver").mkdir()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_nvml.build(tmp_path / "driver").parent))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -400,12 +400,12 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
     folder = null_build(tmp_path, a_ms=1, copy_ms=1, gpu_memory_bytes=1 << 20).folder
     with open(folder / "config.pbtxt", "a") as file:
         file.write("\ninstance_group { kind: KIND_GPU }\n")
-    loads: list[str] = []
+    loads: list[tuple[str, int]] = []
     servers: list[Path] = []
     load, enter = trials.TrialProcess.load, endpoints.ServedEndpoint.__enter__
 
     def loaded(self: trials.TrialProcess, run_timeout_s: float | None = None):
-        loads.append(self.config.device)
+        loads.append((self.config.device, self.config.max_batch_size))
         return load(self, run_timeout_s)
 
     def entered(self: endpoints.ServedEndpoint) -> endpoints.ServedEndpoint:
@@ -422,7 +422,8 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
     plan = Plan(str(folder), "model", out, slo=wish, duration_s=0.5, budget_s=90.0)
     found = run.optimize(plan, lambda progress: None, "")
     assert found.outcome == "missed"
-    assert loads == ["cuda"]
+    # With a limit of memory, half of the largest batch is another model.
+    assert loads == [("cuda", 8), ("cuda", 4)]
     assert len(servers) == len(set(servers)) > 1
     assert set(psutil.Process().children()) <= set(before)
     assert found.after is not None and found.after.gpu_memory_bytes == 1 << 20
