@@ -1,13 +1,17 @@
-"""Checks shared by backends: configured tensors against those of the file, and thread counts."""
+"""Checks shared by backends: configured tensors against those of the file, thread counts, and which
+compiled code beside a model may be loaded."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.repository import manifest
 from penstock.types import TensorSpec, shape_fits
 
 MAX_THREADS = 1024
@@ -83,3 +87,22 @@ def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
         return shape_fits(configured, actual)
     pairs = zip(configured, actual, strict=True)
     return all(-1 in (ours, theirs) or ours == theirs for ours, theirs in pairs)
+
+
+def read_code(config: ModelConfig, name: str) -> bytes | None:
+    """Return a file of compiled code beside the model, if it may be loaded. Beside module.py, which
+    is code too, it may. Other models are only data, so there the version's manifest must have the
+    file's digest: then it was committed by `optimize`. Never beside a .pt2."""
+    path = Path(config.artifact).parent / name
+    if not path.is_file() or config.artifact.endswith(".pt2"):
+        return None
+    content = path.read_bytes()
+    if config.artifact.endswith(".py"):
+        return content
+    version = Path(config.manifest).parent
+    found = manifest.read(version) if config.manifest else None
+    if found is None or not path.resolve().is_relative_to(version.resolve()):
+        return None
+    entry = found.files.get(path.resolve().relative_to(version.resolve()).as_posix())
+    is_listed = entry is not None and entry.sha256 == hashlib.sha256(content).hexdigest()
+    return content if is_listed else None

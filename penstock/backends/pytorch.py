@@ -13,7 +13,6 @@ FP8, `torch_floats` keeps some in FP32, `torch_cuda` captures CUDA graphs.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import io
 import os
@@ -37,7 +36,13 @@ from penstock.backends import (
     torch_linear,
     torch_packing,
 )
-from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.checks import (
+    check_signature,
+    num_threads,
+    read_code,
+    share_of_cores,
+    warn_unknown,
+)
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.rows import rows_to_run, rungs_of
@@ -71,7 +76,7 @@ from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.gemm import joined
-from penstock.repository import manifest, onnx_file, pt2_file
+from penstock.repository import onnx_file, pt2_file
 from penstock.repository.signature import Signature
 from penstock.system import devices
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -919,28 +924,9 @@ def by_name(answer: object, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
     return found
 
 
-def read_compiled(config: ModelConfig) -> bytes | None:
-    """Return the compiler's cache of this version if it may be loaded: it holds code. Beside
-    module.py, which is code too, it is. An ONNX file is only data, so there the version's manifest
-    must have the cache's digest: then it was committed by `optimize`. Never beside a .pt2."""
-    path = Path(config.artifact).parent / COMPILED
-    if not path.is_file() or not config.artifact.endswith((".py", ONNX)):
-        return None
-    content = path.read_bytes()
-    if config.artifact.endswith(".py"):
-        return content
-    version = Path(config.manifest).parent
-    found = manifest.read(version) if config.manifest else None
-    if found is None or not path.resolve().is_relative_to(version.resolve()):
-        return None
-    entry = found.files.get(path.resolve().relative_to(version.resolve()).as_posix())
-    is_listed = entry is not None and entry.sha256 == hashlib.sha256(content).hexdigest()
-    return content if is_listed else None
-
-
 def _load_compiled(config: ModelConfig) -> str:
     """Load the compiler's cache of this version; return what was found, in words."""
-    content = read_compiled(config)
+    content = read_code(config, COMPILED)
     if content is None:
         return "nothing"
     try:

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from penstock.backends.checks import read_code
 from penstock.backends.torch_activations import activation_of, factors_of, restore
 from penstock.backends.torch_aliasing import NO_MODULE, GraphMemory, called_module, has_no_hooks
 from penstock.backends.torch_tracing import TraceInputs, trace
@@ -142,11 +143,10 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
         return None
     # cuDNN chooses its algorithm on the first call of a shape.
     torch.backends.cudnn.benchmark = True
-    folder = Path(config.artifact).parent
-    path, kernels = folder / CHOICES, folder / KERNELS
+    path = Path(config.artifact).parent / CHOICES
     choices = convolution.remembered(path.read_bytes(), device) if path.is_file() else {}
-    if choices and kernels.is_file():
-        convolution.load_kernels(kernels.read_bytes())
+    if choices and (kernels := read_code(config, KERNELS)) is not None:
+        convolution.load_kernels(kernels)
     return Tuner(GpuTimer(device), device, choices)
 
 

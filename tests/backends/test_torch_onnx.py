@@ -11,13 +11,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from suites.backend import model_config
 
-from penstock.backends import GPU_FALLBACK, Batch, Runner, backend
+from penstock.backends import COMPILED, GPU_FALLBACK, Batch, Runner, backend
+from penstock.backends.checks import read_code
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.repository.manifest import FileEntry, Manifest
 from penstock.types import Array, TensorSpec
 
-read_compiled = pytest.importorskip("penstock.backends.pytorch").read_compiled
+pytest.importorskip("torch")
 
 
 def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -373,29 +374,29 @@ class TestCompilersCache:
         return replace(config, manifest=str(folder / "manifest.json"))
 
     def test_is_read_if_the_manifest_has_its_digest(self, config, version) -> None:
-        assert read_compiled(self.listed(config, b"code")) == b"code"
+        assert read_code(self.listed(config, b"code"), COMPILED) == b"code"
 
     def test_is_not_read_without_a_manifest(self, config, version) -> None:
-        assert read_compiled(config) is None
+        assert read_code(config, COMPILED) is None
         # One that the server has not read and checked does not count.
         self.listed(config, b"code")
-        assert read_compiled(config) is None
+        assert read_code(config, COMPILED) is None
 
     def test_is_not_read_if_it_was_changed_or_added(self, config, version) -> None:
-        assert read_compiled(self.listed(config, b"other")) is None
+        assert read_code(self.listed(config, b"other"), COMPILED) is None
         (version / "manifest.json").write_bytes(Manifest(1, "now", {}).encode())
         manifest = str(version / "manifest.json")
-        assert read_compiled(replace(config, manifest=manifest)) is None
+        assert read_code(replace(config, manifest=manifest), COMPILED) is None
 
     def test_a_link_out_of_the_version_is_not_read(self, config, version, tmp_path_factory) -> None:
         elsewhere = tmp_path_factory.mktemp("elsewhere") / "compiled.bin"
         elsewhere.write_bytes(b"code")
         (version / "compiled.bin").unlink()
         (version / "compiled.bin").symlink_to(elsewhere)
-        assert read_compiled(self.listed(config, b"code")) is None
+        assert read_code(self.listed(config, b"code"), COMPILED) is None
 
     @pytest.mark.parametrize(("name", "is_read"), [("module.py", True), ("model.pt2", False)])
     def test_beside_code_and_exported_programs(self, config, version, name, is_read) -> None:
         other = replace(config, artifact=str(version / name))
-        assert (read_compiled(other) == b"code") == is_read
-        assert (read_compiled(self.listed(other, b"code")) == b"code") == is_read
+        assert (read_code(other, COMPILED) == b"code") == is_read
+        assert (read_code(self.listed(other, b"code"), COMPILED) == b"code") == is_read
