@@ -1309,6 +1309,8 @@ class Waiting:
             FIXED,
             num_instances=num_instances,
             batching=BatchPolicy(4, is_dynamic=True, max_queue_delay_s=delay_s, max_wait_s=0.0),
+            # The supervisor looks by a clock of its own, and would kill a worker after 100 s.
+            hang_s=1e9,
         )
         self.clock = FakeClock()
         self.sent: list[Request] = []
