@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fake_nvml
@@ -249,6 +250,10 @@ def test_mps_is_on_if_its_daemon_runs(mps_folder: Path) -> None:
     daemon.symlink_to("/bin/sleep")
     with subprocess.Popen([daemon, "60"]) as process:
         (mps_folder / "nvidia-cuda-mps-control.pid").write_text(f"{process.pid}\n")
+        # Popen returns a moment before the process has its new name.
+        name, deadline = Path(f"/proc/{process.pid}/comm"), time.monotonic() + 30
+        while not name.read_text().startswith("nvidia") and time.monotonic() < deadline:
+            time.sleep(0.001)
         try:
             assert devices.mps() == "on"
         finally:
