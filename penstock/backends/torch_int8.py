@@ -81,7 +81,7 @@ class _Quantiser:
     module: fx.GraphModule
     tuner: Tuner | None
     counts: Counter[str] = field(default_factory=Counter)
-    # Of nodes that quantise, and of those that turn levels into floats.
+    # Levels by node: those that quantise, and those that turn levels into floats.
     _to: dict[fx.Node, Levels] = field(default_factory=dict)
     _from: dict[fx.Node, Levels] = field(default_factory=dict)
     _order: dict[fx.Node, int] = field(default_factory=dict)

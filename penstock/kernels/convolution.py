@@ -50,7 +50,7 @@ MAX_OFFSET = 2**31 - 2**16
 IMAGE_RANK = 4
 # Largest relative error against torch (in norm), by datatype.
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 5e-3}
-# Of INT8 results: a value halfway between two may be rounded either way.
+# Largest error of INT8 results: a value halfway between two may be rounded either way.
 INT8_TOLERANCE = 1e-2
 # Calls in a timed graph, and how often it is replayed.
 NUM_CALLS, NUM_RUNS = 8, 5

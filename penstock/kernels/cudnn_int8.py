@@ -23,7 +23,7 @@ MAX_WORKSPACE_BYTES = 64 << 20
 
 
 class CudnnGraph(Protocol):
-    """What is used of cudnn.pygraph."""
+    """The methods of cudnn.pygraph that we call."""
 
     def build_plan_at_index(self, index: int) -> None: ...
 

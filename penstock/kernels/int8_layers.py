@@ -293,7 +293,7 @@ class Int8Layer(TunedLayer):
         shape = self.shape
         if self.is_stem:
             x = _levelled(x, shape.given)
-        # Of a GPU's float types, FP32 is the one whose sums do not overflow.
+        # On a GPU, sums in FP16 would overflow.
         wide = torch.float32 if x.is_cuda else torch.float64
         given, weight = x.to(wide) - shape.given.zero, self.weight.to(wide)
         if self.is_matmul:

@@ -205,7 +205,7 @@ def _convolve_int8(
             is_value = is_inside[:, None] & is_channel[None, :]
             a = tl.load(x + (start[:, None] + at_k[None, :]), mask=is_value, other=0)
         if FILLING != 0:
-            # Of channels past the last, the weights are zero.
+            # The weights of channels past the last are zero.
             a = tl.where(is_inside[:, None], a, FILLING).to(tl.int8)
         total = tl.dot(a, b, total, out_dtype=tl.int32)
     is_last = True
@@ -248,8 +248,7 @@ def _stem(
         at_m = tile * ROWS + tl.arange(0, ROWS)
         is_row = at_m < num_rows
         if NUM_WRAPS > 0:
-            # Count on from the tile's first pixel: a division for each pixel takes longer than the
-            # dot product.
+            # Count on from the tile's first pixel instead of dividing for each.
             first = tile * ROWS % (OUT_H * OUT_W)
             column = first % OUT_W + tl.arange(0, ROWS)
             row = first // OUT_W + tl.zeros((ROWS,), dtype=tl.int32)
