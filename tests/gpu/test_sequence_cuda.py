@@ -149,15 +149,19 @@ def p99_ms(quick: Runner, heavy: Runner, row: Batch, rows: Batch) -> float:
     return float(np.percentile(found, 99))
 
 
+# Enough blocks for many waves: a priority decides who comes next, not who is interrupted.
+NUM_HEAVY = 16384
+
+
 def test_a_model_of_high_priority_does_not_wait_for_one_of_low(tmp_path: Path) -> None:
     """In one process; between processes it takes MPS (benchmarks/gpu/sharing.py)."""
     found = {}
     for high, low in (("normal", "normal"), ("high", "low")):
         graphs = {"cuda_graphs": "on"}
         small = written(tmp_path / high, 512, 16, stream_priority=high, **graphs)
-        large = written(tmp_path / f"{low}2", 4096, 16, 2048, stream_priority=low, **graphs)
+        large = written(tmp_path / f"{low}2", 4096, 16, NUM_HEAVY, stream_priority=low, **graphs)
         quick, heavy = opened(small), opened(large)
-        rows = drawn(large, 2048)
+        rows = drawn(large, NUM_HEAVY)
         heavy.pin(memoryview(rows.inputs["x"]).cast("B"))
         found[high] = p99_ms(quick, heavy, drawn(small, 1), rows)
         quick.close()
