@@ -1,10 +1,10 @@
 """Turn the Q/DQ nodes of an imported graph into layers that compute in INT8.
 
 A convolution or linear layer whose input and weights are quantised becomes an `Int8Layer`, together
-with the residual and the ReLU after it; if all that follows quantises its result in the same way,
-the result stays in INT8. Pooling and sums between INT8 tensors stay in INT8 too. Values are those
-of the file up to rounding: only a rounding between two fused operators would be visible, and those
-are not fused. What is left of Q/DQ runs as one kernel each.
+with the residual and the activation after it; if all that follows quantises its result in the same
+way, the result stays in INT8. Pooling and sums between INT8 tensors stay in INT8 too. Values are
+those of the file up to rounding: only a rounding between two fused operators would be visible, and
+those are not fused. What is left of Q/DQ runs as one kernel each.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx, nn
 from penstock.backends.onnx_import import quantised
 from penstock.backends.onnx_import.importer import WEIGHT_SCALE
 from penstock.backends.torch_activations import activation_of
+from penstock.kernels.activation import Activation
 from penstock.kernels.convolution import IMAGE_RANK, ConvGeometry, Tuner
 from penstock.kernels.int8_layers import (
     MAX_STEM_WINDOW,
@@ -70,6 +71,8 @@ class _Tail:
     residual: fx.Node | None = None
     lowest: float = -math.inf
     highest: float = math.inf
+    # One that does more than limit.
+    activation: Activation | None = None
 
     @property
     def last(self) -> fx.Node:
@@ -196,7 +199,8 @@ class _Quantiser:
             geometry = ConvGeometry(layer.stride, layer.padding)
         scale, values = getattr(layer, WEIGHT_SCALE).double(), _levels_of(layer)
         assert values is not None
-        shape = Int8Shape(levels, out, tail.lowest, tail.highest, added, geometry)
+        limits = tail.lowest, tail.highest
+        shape = Int8Shape(levels, out, *limits, added, geometry, tail.activation)
         source = given.args[0]
         assert isinstance(source, fx.Node)
         is_image = values.ndim == IMAGE_RANK and values.shape[1] <= STEM_CHANNELS
@@ -259,7 +263,12 @@ class _Quantiser:
         if following is None:
             return tail
         limits = self._limits(following)
-        return tail if limits is None else _Tail([*tail.nodes, following], tail.residual, *limits)
+        if limits is not None:
+            return _Tail([*tail.nodes, following], tail.residual, *limits)
+        found = activation_of(self.module, following)
+        if found is None:
+            return tail
+        return _Tail([*tail.nodes, following], tail.residual, activation=found)
 
     def _limits(self, node: fx.Node) -> tuple[float, float] | None:
         """Return the limits of an activation that only limits its input."""

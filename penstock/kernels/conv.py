@@ -94,8 +94,9 @@ def _place(num_rows, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 
 @triton.jit
-def _shared(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum over all programs of this tile, and whether this one writes it."""
+def shared_sum(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the sum over all programs of this tile, and whether this one writes it. Sums and parts
+    are of one datatype, of four bytes."""
     tile = tl.program_id(0)
     size: tl.constexpr = ROWS * COLUMNS
     part = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -106,7 +107,7 @@ def _shared(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.conste
     before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
     is_last = before == split - 1
     if is_last:
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        total = tl.zeros_like(total)
         for number in range(split):
             total += tl.load(mine + number * size, cache_modifier=".cg")
         tl.store(arrived + tile, 0)
@@ -217,7 +218,7 @@ def _convolve(
         total = tl.dot(a, b, total, input_precision=PRECISION)
     is_last = True
     if IS_SPLIT:
-        total, is_last = _shared(total, parts, arrived, split, ROWS, COLUMNS)
+        total, is_last = shared_sum(total, parts, arrived, split, ROWS, COLUMNS)
     if is_last:
         at = at_m[:, None] * OUT + at_n[None, :]
         is_written = is_row[:, None]

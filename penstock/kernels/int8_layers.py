@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.kernels import cudnn_int8, has_triton
+from penstock.kernels.activation import Activation
 from penstock.kernels.convolution import (
     IMAGE_RANK,
     REFERENCE,
@@ -63,6 +64,13 @@ class Int8Shape:
     # None: no residual, or one of floats.
     added: Levels | None = None
     geometry: ConvGeometry = ConvGeometry()
+    # One that does more than limit the real result; there are no other limits then.
+    activation: Activation | None = None
+
+    @property
+    def unit(self) -> float:
+        """Unit of the sums: the step of the output, but 1 before an activation."""
+        return 1.0 if self.out is None or self.activation is not None else self.out.scale
 
 
 class Int8Layer(TunedLayer):
@@ -94,12 +102,12 @@ class Int8Layer(TunedLayer):
             kept = weight.contiguous(memory_format=torch.channels_last)
         self.register_buffer("weight", kept)
         real = weight_scale.double().expand(len(weight)).contiguous()
-        unit = 1.0 if shape.out is None else shape.out.scale
+        unit = shape.unit
         scale = real * shape.given.scale / unit
         offset = torch.zeros_like(real) if bias is None else bias.double() / unit
         # Padding has the value of zero too, so this holds for every pixel.
         offset = offset - shape.given.zero * scale * weight.double().flatten(1).sum(1)
-        if shape.out is not None:
+        if shape.out is not None and shape.activation is None:
             offset = offset + shape.out.zero
         if shape.added is not None:
             offset = offset - shape.added.zero * shape.added.scale / unit
@@ -138,9 +146,8 @@ class Int8Layer(TunedLayer):
 
     @property
     def factor(self) -> float:
-        """Factor of the residual, in units of the output."""
-        unit = 1.0 if self.shape.out is None else self.shape.out.scale
-        return (1.0 if self.shape.added is None else self.shape.added.scale) / unit
+        """Factor of the residual, in units of the sums."""
+        return (1.0 if self.shape.added is None else self.shape.added.scale) / self.shape.unit
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -170,6 +177,7 @@ class Int8Layer(TunedLayer):
             parts += [f"padding {geometry.padding[0]}x{geometry.padding[1]}"]
         parts += [] if residual is None else [f"residual {_name(residual.dtype)}"]
         parts += ["zero"] * bool(self.shape.given.zero) + ["limited"] * bool(self.limits[0] == 0)
+        parts += [] if self.shape.activation is None else [str(self.shape.activation)]
         return " ".join(parts)
 
     @property
@@ -220,6 +228,7 @@ class Int8Layer(TunedLayer):
     def _fits_cudnn(self) -> bool:
         out, given = self.shape.out, self.shape.given
         is_plain = out is not None and not (out.zero or given.zero)
+        is_plain &= self.shape.activation is None
         has_limits = self.limits in ((LOWEST, HIGHEST), (0, HIGHEST))
         return cudnn_int8.has_cudnn() and is_plain and has_limits
 
@@ -239,8 +248,16 @@ class Int8Layer(TunedLayer):
 
         offset = self.own_offset_bits if is_own else self.offset_bits
         floats = self.scale_bits.view(torch.float32), offset.view(torch.float32)
+        out = self.shape.out or Levels(1.0)
         return int8_triton.Int8Epilogue(
-            *floats, *self.limits, self._out_dtype, residual, self.factor
+            *floats,
+            *self.limits,
+            out=self._out_dtype,
+            residual=residual,
+            residual_factor=self.factor,
+            activation=self.shape.activation,
+            unit=out.scale,
+            zero=out.zero,
         )
 
     def _by_rows(self, tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -312,6 +329,9 @@ class Int8Layer(TunedLayer):
         v = total * scale.view(by_channel) + offset.view(by_channel)
         if residual is not None:
             v = v + residual.to(wide) * self.factor
+        if shape.activation is not None:
+            v = shape.activation(v)
+            v = v if shape.out is None else v / shape.out.scale + shape.out.zero
         v = v.clamp(*self.limits)
         if shape.out is None:
             return v.to(self._out_dtype)

@@ -1,9 +1,9 @@
 """INT8 layers of channels-last images and of matrices, in Triton: the sums of a GEMM are scaled,
-added to a residual, limited and rounded before they are written, so tensors stay in INT8 between
-layers.
+added to a residual, activated or limited, and rounded before they are written, so tensors stay in
+INT8 between layers.
 
 Values are `round(real / scale) + zero`, from -128 to 127. The epilogue works in units of the
-output. Sums that fit 22 bits are read as floats without a conversion: they start at the bits of
+output, up to an activation in those of reals. Sums that fit 22 bits are read as floats without a conversion: they start at the bits of
 1.5 * 2^23, which then is part of the offset. The same number rounds the result.
 
 With TRITON_INTERPRET=1 in the environment, before this file is imported, all of it runs on a CPU.
@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from penstock.kernels.conv import NUM_PROGRAMS, PIXEL, ConvWindow, Tile, Workspace
-from penstock.kernels.pointwise import launch
+from penstock.kernels.activation import Activation
+from penstock.kernels.conv import NUM_PROGRAMS, PIXEL, ConvWindow, Tile, Workspace, shared_sum
+from penstock.kernels.pointwise import activate, launch
 
 # 1.5 * 2^23 and its bits: floats from there on count in steps of one.
 SHIFT, SHIFT_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
@@ -39,7 +40,8 @@ BLOCK = 4096
 @dataclass(frozen=True, slots=True)
 class Int8Epilogue:
     """What happens to sums before they are written, in units of the output: times `scale`, plus
-    `offset` (both FP32, by channel), plus the residual times a factor, limited."""
+    `offset` (both FP32, by channel), plus the residual times a factor, limited. With an activation
+    all but the limits are in units of reals, and its result is divided by `unit`, plus `zero`."""
 
     scale: torch.Tensor
     offset: torch.Tensor
@@ -49,12 +51,26 @@ class Int8Epilogue:
     out: torch.dtype = torch.int8
     residual: torch.Tensor | None = None
     residual_factor: float = 1.0
+    activation: Activation | None = None
+    unit: float = 1.0
+    zero: int = 0
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Return the numbers that kernels take for it."""
+        return self.residual_factor, self.lowest, self.highest, 1.0 / self.unit, float(self.zero)
+
+    def constants(self, depth: int) -> tuple[object, ...]:
+        """Return the constants that kernels take for it, for sums of so many products."""
+        kind = self.residual is not None, is_short(depth, self.out), self.out == torch.int8
+        return *kind, *(self.activation or ("", 0.0, 0.0))
 
 
 @triton.jit
 def _finish(
-    total, scale, offset, at_n, residual, factor, lowest, highest,
+    total, scale, offset, at_n, residual, factor, lowest, highest, inverse, zero,
     HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     s = tl.load(scale + at_n)[None, :]
     c = tl.load(offset + at_n)[None, :]
@@ -62,6 +78,8 @@ def _finish(
     v = total.to(tl.float32, bitcast=IS_SHORT) * s + c
     if HAS_RESIDUAL:
         v += residual.to(tl.float32) * factor
+    if KIND != "":
+        v = activate(v, KIND, A, B) * inverse + zero
     v = tl.minimum(tl.maximum(v, lowest), highest)
     if IS_INT8:
         v = (v + SHIFT).to(tl.int32, bitcast=True).to(tl.int8)
@@ -75,9 +93,10 @@ def _first(ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_SHORT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply(
-    x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest,
-    OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr,
-    IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
+    zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows times weights [OUT, DEPTH]. A program takes tile after tile, so that it reads the next
@@ -99,17 +118,18 @@ def _multiply(
             added = residual.load([m, n])
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
-            total, scale, offset, at_n, added, factor, lowest, highest,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8,
+            total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_kept(
-    x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest,
-    OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr,
-    IS_INT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
+    zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_multiply`, for small depths: a program keeps its rows and takes all columns in turn."""
     m = tl.program_id(0) * ROWS
@@ -122,40 +142,21 @@ def _multiply_kept(
         total = tl.dot(a, b.T, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
-            total, scale, offset, at_n, added, factor, lowest, highest,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8,
+            total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
-
-
-@triton.jit
-def _shared_sum(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum over all programs of this tile, and whether this one writes it."""
-    tile = tl.program_id(0)
-    size: tl.constexpr = ROWS * COLUMNS
-    part = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mine = parts + tile * split * size + part
-    # Bypass L1, so that other programs see it.
-    tl.store(mine + tl.program_id(1) * size, total, cache_modifier=".cg")
-    tl.debug_barrier()
-    before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-    is_last = before == split - 1
-    if is_last:
-        total = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-        for number in range(split):
-            total += tl.load(mine + number * size, cache_modifier=".cg")
-        tl.store(arrived + tile, 0)
-    return total, is_last
 
 
 @triton.jit(do_not_specialize=["num_rows", "split"])
 def _convolve_int8(
     x, weight, scale, offset, residual, y, parts, arrived, num_rows, split,
-    factor, lowest, highest,
+    factor, lowest, highest, inverse, zero,
     OUT: tl.constexpr, IN: tl.constexpr, SIZE_H: tl.constexpr, SIZE_W: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_SPLIT: tl.constexpr,
     FILLING: tl.constexpr,
 ):  # fmt: skip
@@ -210,7 +211,7 @@ def _convolve_int8(
         total = tl.dot(a, b, total, out_dtype=tl.int32)
     is_last = True
     if IS_SPLIT:
-        total, is_last = _shared_sum(total, parts, arrived, split, ROWS, COLUMNS)
+        total, is_last = shared_sum(total, parts, arrived, split, ROWS, COLUMNS)
         if IS_SHORT:
             total += SHIFT_BITS
     if is_last:
@@ -220,22 +221,24 @@ def _convolve_int8(
         if HAS_RESIDUAL:
             added = tl.load(residual + at, mask=is_written, other=0)
         value = _finish(
-            total, scale, offset, at_n, added, factor, lowest, highest,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8,
+            total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
         )  # fmt: skip
         tl.store(y + at, value.to(y.dtype.element_ty), mask=is_written)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _stem(
-    x, weight, scale, offset, y, num_rows, lowest, highest,
+    x, weight, scale, offset, y, num_rows, factor, lowest, highest, inverse, zero,
     OUT: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     STEP_N: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
-    TAP_BYTES: tl.constexpr, DEPTH: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    TAP_BYTES: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A convolution of a packed image: a row of the window is TAP_BYTES contiguous bytes. A program
     keeps its weights and takes tile after tile."""
+    tl.static_assert(not HAS_RESIDUAL)
     WIDE: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
     at_n = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
     at_k = tl.arange(0, DEPTH)
@@ -266,8 +269,9 @@ def _stem(
         a = tl.load(x + (base[:, None] + tap[None, :]))
         total = tl.dot(a, b, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
         value = _finish(
-            total, scale, offset, at_n, 0, 1.0, lowest, highest, False, IS_SHORT, IS_INT8
-        )
+            total, scale, offset, at_n, 0, factor, lowest, highest, inverse, zero,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+        )  # fmt: skip
         at = at_m[:, None] * OUT + at_n[None, :]
         tl.store(y + at, value.to(y.dtype.element_ty), mask=is_row[:, None] & (at_n < OUT)[None, :])
 
@@ -370,12 +374,6 @@ def kernel_offset(
     return (offset - SHIFT_VALUE * scale if is_short(depth, out) else offset).float()
 
 
-def _after(epilogue: Int8Epilogue, x: torch.Tensor) -> tuple[torch.Tensor, tuple[float, ...]]:
-    residual = epilogue.residual
-    limits = epilogue.residual_factor, epilogue.lowest, epilogue.highest
-    return (x if residual is None else residual), limits
-
-
 def row_tiles(num_rows: int, depth: int, out: int, row_bytes: Iterable[int]) -> list[Tile]:
     """Return the tiles of `multiply` worth trying; `split` is the number of programs per processor,
     0 for programs that keep their rows. None if rows do not begin at multiples of 16 bytes:
@@ -403,7 +401,7 @@ def multiply(
     num_rows, depth = x.shape
     out = weight.shape[0]
     y = torch.empty((num_rows, out), dtype=epilogue.out, device=x.device)
-    residual, limits = _after(epilogue, y)
+    residual = y if epilogue.residual is None else epilogue.residual
     describe = TensorDescriptor.from_tensor
     tensors = (
         describe(x, [tile.rows, tile.depth]),
@@ -413,9 +411,7 @@ def multiply(
         describe(residual, [tile.rows, tile.columns]),
         describe(y, [tile.rows, tile.columns]),
     )
-    is_int8 = epilogue.out == torch.int8
-    kind = epilogue.residual is not None, is_short(depth, epilogue.out), is_int8
-    sizes = (out, depth, *kind, tile.rows, tile.columns)
+    sizes = (out, depth, *epilogue.constants(depth), tile.rows, tile.columns)
     if tile.split:
         num_tiles = -(-num_rows // tile.rows) * -(-out // tile.columns)
         num_programs = min(num_tiles, NUM_PROGRAMS * tile.split)
@@ -424,7 +420,8 @@ def multiply(
         num_programs = -(-num_rows // tile.rows)
         kernel, steps = _multiply_kept, [tile.num_stages]
     grid = (num_programs,)
-    launch(kernel, grid, *tensors, num_rows, *limits, *sizes, *steps, num_warps=tile.num_warps)
+    numbers = epilogue.numbers
+    launch(kernel, grid, *tensors, num_rows, *numbers, *sizes, *steps, num_warps=tile.num_warps)
     return y
 
 
@@ -469,15 +466,15 @@ def convolve_int8(
     num_tiles = -(-num_rows // tile.rows) * -(-out // tile.columns)
     if tile.split > 1:
         assert workspace.has_room(tile, num_tiles), (tile, num_tiles)
-    residual, limits = _after(epilogue, y)
+    residual = y if epilogue.residual is None else epilogue.residual
     depth = size_h * size_w * channels
     launch(
         _convolve_int8, (num_tiles, tile.split),
         x, weight, epilogue.scale, epilogue.offset, residual, y,
         workspace.parts.view(torch.int32), workspace.arrived, num_rows, tile.split,
-        *limits, out, channels, size_h, size_w, height, width, out_h, out_w,
+        *epilogue.numbers, out, channels, size_h, size_w, height, width, out_h, out_w,
         *window.stride, *window.padding,
-        epilogue.residual is not None, is_short(depth, epilogue.out), epilogue.out == torch.int8,
+        *epilogue.constants(depth),
         tile.rows, tile.columns, tile.depth, tile.split > 1, filling,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -543,9 +540,9 @@ def convolve_stem(
     launch(
         _stem, (num_programs,),
         packed_x, packed, epilogue.scale, epilogue.offset, y, num_rows,
-        epilogue.lowest, epilogue.highest, out, out_h, out_w,
+        *epilogue.numbers, out, out_h, out_w,
         high * wide * block, wide * block, block, tap_bytes, depth,
-        is_short(depth, epilogue.out), epilogue.out == torch.int8,
+        *epilogue.constants(depth),
         tile.rows, tile.columns, num_wraps, tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
     return y.permute(0, 3, 1, 2)

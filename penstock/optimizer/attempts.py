@@ -292,6 +292,9 @@ class Attempts:
             return
         if found.step is None:
             refused.reason += "; keeping layers in float did not help"
+            if found.layers:
+                named = ", ".join(f"{x.name} ({x.regained:.0%})" for x in found.layers)
+                refused.reason += f"; layers that cause most of the error: {named}"
             return
         self.try_step(each, parent, found.step).fallback = found.layers
 

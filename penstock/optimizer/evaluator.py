@@ -28,7 +28,8 @@ SERVED_ANSWERS_S = 8.0
 
 
 class KeptLayers(msgspec.Struct):
-    """A step that passes the gate with these layers in float; no step: none passes."""
+    """A step that passes the gate with these layers in float. No step: none passes, and these
+    layers lose most."""
 
     step: Step | None = None
     layers: list[FallbackLayer] = []
@@ -86,8 +87,8 @@ class Evaluator:
         def find() -> KeptLayers:
             run.tell("sensitivity of layers")
             seconds = self.measurements.operator_seconds(parent)
-            found = made_by.fall_back(parent, step, self.builder.context, passes_gate, seconds)
-            return KeptLayers() if found is None else KeptLayers(*found)
+            context = self.builder.context
+            return KeptLayers(*made_by.fall_back(parent, step, context, passes_gate, seconds))
 
         key = parent.candidate.then(step).key
         return run.journal.remember("fallback", key, KeptLayers, find)

@@ -28,6 +28,8 @@ MAX_SINGLE = 18
 DEFAULT_MAX_CALLS = 24
 # Rows on which quantised and original differ most are the most informative about layers.
 MAX_ROWS = 32
+# Layers that a refusal names.
+MAX_NAMED = 5
 
 # Returns the answers of the model with these layers in float and all others in INT8.
 Evaluate = Callable[[tuple[str, ...]], Answers]
@@ -71,7 +73,10 @@ def with_costs(
 ) -> list[WeightedLayer]:
     """Make layers from (name, operator, FLOP), with costs in seconds where known."""
     total = sum(flops for _, _, flops in layers) or 1.0
-    costs = seconds or {name: flops / total for name, _, flops in layers}
+    costs = {name: flops / total for name, _, flops in layers}
+    # A profile of a GPU names kernels, not layers.
+    if seconds and seconds.keys() & costs.keys():
+        costs = dict(seconds)
     return [WeightedLayer(name, operator, costs.get(name, 0.0)) for name, operator, _ in layers]
 
 
@@ -191,6 +196,12 @@ def find_fallback(
         if fewer and ask(fewer):
             kept = fewer
     return kept
+
+
+def most_harmful(ranked: Sequence[Effect]) -> list[FallbackLayer]:
+    """Describe the layers that cause most of the error, for a refusal to name."""
+    worst = sorted(ranked, key=lambda effect: -_finite(effect.error))
+    return described(worst, ranked)[:MAX_NAMED]
 
 
 def described(kept: Sequence[Effect], ranked: Sequence[Effect]) -> list[FallbackLayer]:

@@ -169,6 +169,64 @@ def test_limits_of_a_clip_are_those_of_the_layer(lowest: float) -> None:
     assert (stem.shape.lowest, stem.shape.highest) == (lowest, 2.0)
 
 
+def activated(net: Network, kind: str, x: str) -> str:
+    """As exporters write it."""
+    match kind:
+        case "silu":
+            return net.add("Mul", [x, net.add("Sigmoid", [x])])
+        case "hard_swish written out":
+            net.weights |= {"three": np.float32(3), "six": np.float32(6), "none": np.float32(0)}
+            gate = net.add("Clip", [net.add("Add", [x, "three"]), "none", "six"])
+            return net.add("Div", [net.add("Mul", [x, gate]), "six"])
+        case "gelu written out":
+            net.weights |= {"root": np.float32(2**0.5), "one": np.float32(1)}
+            net.weights["half"] = np.float32(0.5)
+            erf = net.add("Erf", [net.add("Div", [x, "root"])])
+            both = net.add("Mul", [x, net.add("Add", [erf, "one"])])
+            return net.add("Mul", [both, "half"])
+        case "LeakyRelu":
+            return net.add("LeakyRelu", [x], alpha=0.2)
+    return net.add(kind, [x])
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "Sigmoid": "sigmoid",
+    "HardSwish": "hard_swish",
+    "hard_swish written out": "hard_swish",
+    "LeakyRelu": "leaky_relu",
+    "gelu written out": "gelu",
+}
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_are_computed_by_the_layer(kind: str, has_residual: bool) -> None:
+    """In bytes from one layer to the next, and to floats before the average."""
+    net = Network(5)
+    first = activated(net, kind, net.conv("x", 32, 3, 3))
+    x = net.conv(first, 32, 32, 3)
+    x = activated(net, kind, net.add("Add", [x, first]) if has_residual else x)
+    x = activated(net, kind, net.conv(x, 48, 32))
+    flat = net.add("Flatten", [net.add("GlobalAveragePool", [x])])
+    net.weights["last"] = 0.2 * net.random.standard_normal((48, 32), np.float32)
+    net.weights["bias"] = 0.1 * net.random.standard_normal(32, np.float32)
+    x = activated(net, kind, net.add("Gemm", [flat, "last", "bias"]))
+    float_model = net.model(x, (32,))
+    model = quantised(float_model, ranges(float_model), ON_GPU)
+    answer, counts, module = found(model)
+    assert_near(answer, wanted(model))
+    assert counts == {"convolution": 3, "linear": 1}
+    layers = [each for each in module.modules() if type(each).__name__ == "Int8Layer"]
+    assert {each.shape.activation.kind for each in layers} == {ACTIVATIONS[kind]}
+    assert [each.shape.out is None for each in layers] == [False, False, True, True]
+    # The gated ones have no other node that computes either.
+    targets = {getattr(node.target, "__name__", "") for node in module.graph.nodes}
+    assert not targets & {*ACTIVATIONS.values(), "mul", "add", "erf", "clamp"}
+    expected = wanted(float_model)
+    assert np.linalg.norm(answer - expected) < 0.05 * np.linalg.norm(expected)
+
+
 def test_what_other_operators_read_as_bytes_is_left_as_it_is() -> None:
     """An output of the graph in bytes: its values must not be shifted."""
     nodes = [

@@ -1,6 +1,7 @@
 """INT8 layers: every implementation gives the same, and a layer is what its levels say."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
 from penstock.kernels import has_triton  # noqa: E402
+from penstock.kernels.activation import GELU, SILU, Activation  # noqa: E402
 from penstock.kernels.convolution import ConvGeometry, GpuTimer, Tuner  # noqa: E402
 from penstock.kernels.int8_layers import (  # noqa: E402
     Dequantize,
@@ -20,7 +22,10 @@ from penstock.kernels.int8_layers import (  # noqa: E402
 )
 
 # Of Triton's interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -64,6 +69,8 @@ def in_reals(made: Int8Layer, x, residual=None):
         added = shape.added or Levels(1.0)
         y = y + (residual.double() - added.zero) * added.scale
     y = y.clamp(shape.lowest, shape.highest)
+    if shape.activation is not None:
+        y = shape.activation(y)
     if shape.out is None:
         return y
     return ((y / shape.out.scale).round() + shape.out.zero).clamp(-128, 127)
@@ -75,6 +82,9 @@ SHAPES = {
     "zeros": Int8Shape(GIVEN, OUT, added=ADDED),
     "limits": Int8Shape(GIVEN, Levels(0.15, 3), -1.5, 6.0, ADDED),
     "to floats": Int8Shape(GIVEN, None, 0.0, math.inf, ADDED),
+    "silu": Int8Shape(GIVEN, Levels(0.07, -100), added=ADDED, activation=SILU),
+    "leaky": Int8Shape(GIVEN, Levels(0.1), activation=Activation("leaky_relu", 0.1)),
+    "gelu to floats": Int8Shape(GIVEN, None, added=ADDED, activation=GELU),
 }
 WINDOWS = {
     "1x1": (ConvGeometry(), 1),
@@ -96,7 +106,7 @@ def assert_same(found, wanted) -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_every_implementation_gives_what_the_levels_mean(shape, window):
     geometry, size = window
-    shape = Int8Shape(shape.given, shape.out, shape.lowest, shape.highest, shape.added, geometry)
+    shape = replace(shape, geometry=geometry)
     made = layer(drawn(32, 64, size, size, seed=2), shape)
     x = drawn(2, 64, 6, 5)
     residual = None
@@ -150,8 +160,10 @@ def test_cases_are_told_apart_by_all_that_a_choice_depends_on():
         one.key(drawn(3, 64, 6, 5), None),
         other.key(x, None),
         other.half().key(x, None),
+        layer(drawn(32, 64, 1, 1), SHAPES["silu"]).key(x, None),
+        layer(drawn(32, 64, 1, 1), SHAPES["leaky"]).key(x, None),
     }
-    assert len(keys) == 5
+    assert len(keys) == 7
 
 
 def test_the_tuner_times_random_bytes_and_checks_results():

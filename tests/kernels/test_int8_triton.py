@@ -1,5 +1,8 @@
 """The INT8 kernels give what integers give: on a GPU, or interpreted on a CPU."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,13 +10,26 @@ pytest.importorskip("triton")
 functional = torch.nn.functional
 int8 = pytest.importorskip("penstock.kernels.int8_triton")
 conv = pytest.importorskip("penstock.kernels.conv")
+from penstock.kernels.activation import (  # noqa: E402
+    GELU,
+    GELU_TANH,
+    HARD_SIGMOID,
+    HARD_SWISH,
+    SIGMOID,
+    SILU,
+    Activation,
+)
+
 Tile, Window = conv.Tile, conv.ConvWindow
 
 IS_CPU = not torch.cuda.is_available()
 # Of Triton's interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+]
 DEVICE = "cpu" if IS_CPU else "cuda"
-LIMITS = {"int8": (-128.0, 127.0), "relu": (0.0, 127.0)}
+LIMITS = {"int8": (-128.0, 127.0), "relu": (0.0, 127.0), "all": (-math.inf, math.inf)}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +43,7 @@ def drawn(*shape: int):
     return x.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else x
 
 
-def epilogue(out, depth, *, limits="relu", dtype=torch.int8, residual=None):
+def epilogue(out, depth, *, limits="relu", dtype=torch.int8, residual=None, **options):
     """Return the epilogue, and scale and offset in FP64."""
     generator = torch.Generator().manual_seed(out)
     scale = (torch.rand(out, generator=generator).double() + 0.5) / (100 * depth**0.5)
@@ -35,7 +51,7 @@ def epilogue(out, depth, *, limits="relu", dtype=torch.int8, residual=None):
     own = int8.kernel_offset(scale, offset, depth, dtype)
     padded = [functional.pad(each.float(), (0, -out % 256)).to(DEVICE) for each in (scale, own)]
     lowest, highest = LIMITS[limits]
-    made = int8.Int8Epilogue(*padded, lowest, highest, dtype, residual, 0.7)
+    made = int8.Int8Epilogue(*padded, lowest, highest, dtype, residual, 0.7, **options)
     return made, scale.to(DEVICE), offset.to(DEVICE)
 
 
@@ -45,6 +61,8 @@ def finished(total, scale, offset, made):
     if made.residual is not None:
         residual = made.residual
         v = v + 0.7 * (residual.permute(0, 2, 3, 1) if residual.ndim == 4 else residual).double()
+    if made.activation is not None:
+        v = made.activation(v) / made.unit + made.zero
     v = v.clamp(made.lowest, made.highest)
     return v.round() if made.out == torch.int8 else v
 
@@ -79,6 +97,56 @@ def test_rows(depth, out, tile, has_residual, dtype):
     made, scale, offset = epilogue(out, depth, dtype=dtype, residual=residual)
     found = int8.multiply(x, weight, made, tile)
     wanted = finished(x.double() @ weight.double().t(), scale, offset, made)
+    assert_same(found, wanted, dtype)
+
+
+ACTIVATIONS = [
+    *(SILU, SIGMOID, HARD_SWISH, HARD_SIGMOID, GELU, GELU_TANH),
+    Activation("leaky_relu", 0.1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations_come_before_the_levels(activation, dtype, workspace):
+    """In every kernel that has an epilogue. Reals are some steps of the activation wide, and its
+    results are spread over the levels."""
+    limits = {"limits": "int8"} if dtype == torch.int8 else {"limits": "all"}
+    options = {"activation": activation, "unit": 0.05, "zero": -20, **limits, "dtype": dtype}
+    if dtype != torch.int8:
+        options |= {"unit": 1.0, "zero": 0}
+
+    def after(depth, out, residual=None):
+        made, scale, offset = epilogue(out, depth, residual=residual, **options)
+        scale, offset = scale / 20, offset / 20
+        own = int8.kernel_offset(scale.cpu(), offset.cpu(), depth, dtype)
+        padded = [functional.pad(x.float(), (0, -out % 256)).to(DEVICE) for x in (scale.cpu(), own)]
+        return replace(made, scale=padded[0], offset=padded[1]), scale, offset
+
+    x, weight, residual = drawn(70, 64), drawn(64, 64), torch.randn(70, 64).half().to(DEVICE)
+    for tile in (Tile(64, 64, 64, 4, 3, 1), Tile(64, 64, 64, 4, 3, 0)):
+        made, scale, offset = after(64, 64, residual)
+        wanted = finished(x.double() @ weight.double().t(), scale, offset, made)
+        assert_same(int8.multiply(x, weight, made, tile), wanted, dtype)
+        assert wanted.unique().numel() > 10
+    images, window = drawn(1, 64, 7, 6), WINDOWS["3x3"]
+    weight = drawn(32, 64, 3, 3)
+    made, scale, offset = after(64 * 9, 32)
+    total = functional.conv2d(images.double(), weight.double(), None, 1, 1).permute(0, 2, 3, 1)
+    wanted = finished(total, scale, offset, made).permute(0, 3, 1, 2)
+    for split in (1, 2):
+        tile = Tile(64, 32, 64, 4, 3, split)
+        found = int8.convolve_int8(images, weight, window, 0, made, tile, workspace)
+        assert_same(found, wanted, dtype)
+    floats = torch.randn(1, 3, 9, 9, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weight = drawn(24, 3, 3, 3)
+    packed = int8.pack_stem(weight, 1)
+    made, scale, offset = after(packed[0].numel(), 24)
+    tile = Tile(64, 32, packed[0].numel(), 4, 3, 2)
+    levels = (floats / 0.02).round().clamp(-128, 127).double()
+    total = functional.conv2d(levels, weight.double(), None, 1, 1).permute(0, 2, 3, 1)
+    wanted = finished(total, scale, offset, made).permute(0, 3, 1, 2)
+    found = int8.convolve_stem(floats, packed, window, (0.02, 0), made, tile)
     assert_same(found, wanted, dtype)
 
 

@@ -43,6 +43,19 @@ def test_costs_are_seconds_where_they_are_known_else_shares_of_flop() -> None:
     known = [("a", "MatMul", 30.0), ("b", "Conv", 10.0)]
     assert [each.cost for each in fallback.with_costs(known)] == [0.75, 0.25]
     assert [each.cost for each in fallback.with_costs(known, {"a": 0.002})] == [0.002, 0.0]
+    # Seconds of kernels, which have other names, say nothing of layers.
+    kernels = {"aten::conv2d 1x3x8x8": 0.002}
+    assert [each.cost for each in fallback.with_costs(known, kernels)] == [0.75, 0.25]
+
+
+def test_a_refusal_names_the_layers_that_lose_most() -> None:
+    ranked = [effect("cheap", 1.0, 0.1), effect("worst", 6.0), effect("bad", 3.0)]
+    found = fallback.most_harmful(ranked)
+    assert [(each.name, each.regained) for each in found] == [
+        ("worst", 0.6),
+        ("bad", 0.3),
+        ("cheap", 0.1),
+    ]
 
 
 def test_layers_of_one_block_are_judged_together() -> None:

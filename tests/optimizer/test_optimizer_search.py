@@ -579,6 +579,17 @@ def test_layers_fall_back_when_no_variant_passes() -> None:
     assert [each.fallback for each in search.findings.tries if each.fallback] == [layers]
 
 
+def test_a_refusal_names_the_layers_that_lose_most() -> None:
+    variants = MadeLayers("int8", "quantise", ("a",), changes_answers=True)
+    lab, run = searched({"original": 20.0, "int8(s=a)": 2.0}, variants)
+    lab.losses = {"int8(s=a)": 0.3}
+    layers = [FallbackLayer(name, "MatMul", share, 0.0) for name, share in (("q", 0.6), ("k", 0.3))]
+    lab.kept = KeptLayers(None, layers)
+    outcome, reason = outcome_of(run(), "int8")
+    assert outcome == "rejected"
+    assert reason.endswith("layers that cause most of the error: q (60%), k (30%)")
+
+
 def test_layers_are_not_looked_at_for_what_is_no_faster() -> None:
     variants = MadeLayers("int8", "quantise", ("a",), changes_answers=True)
     lab, run = searched({"original": 20.0, "int8(s=a)": 21.0}, variants)

@@ -26,6 +26,7 @@ from penstock.backends.onnx_import.importer import (
     device_of,
     parameter_names,
 )
+from penstock.backends.onnx_import.quantised import dequantize, quantize
 from penstock.backends.onnx_import.values import ints
 from penstock.errors import ConfigError, first_line
 
@@ -218,6 +219,8 @@ def retype(model: ImportedGraph, dtype: torch.dtype, keep: Collection[str] = ())
             continue
         node.args = tuple(_fitted(each, dtype) for each in node.args)
         node.kwargs = _retyped(node, dtype)
+    if dtype.itemsize < torch.float32.itemsize:
+        _keep_scales(model.module, exact, dtype, keep)
     _keep_exact(model.module, exact, dtype)
     named = [*model.module.named_buffers(), *model.module.named_parameters()]
     for name, tensor in named:
@@ -285,17 +288,7 @@ def _keep_exact(module: fx.GraphModule, exact: set[fx.Node], dtype: torch.dtype)
     for node in list(graph.nodes):
         if node not in exact:
             continue
-        for each in node.all_input_nodes:
-            tensor = _attribute(module, each)
-            if tensor is not None and tensor.dtype in BITS:
-                name = f"exact_{each.name}"
-                # As bits, which stay the same when the module is cast.
-                bits = tensor.detach().clone().view(BITS[tensor.dtype])
-                module.register_buffer(name, bits)
-                with graph.inserting_before(node):
-                    stored = graph.get_attr(name)
-                    whole = graph.call_function(torch.Tensor.view, (stored, tensor.dtype))
-                    node.replace_input_with(each, whole)
+        _keep_constants(module, node)
         others = [
             user
             for user in node.users
@@ -307,6 +300,34 @@ def _keep_exact(module: fx.GraphModule, exact: set[fx.Node], dtype: torch.dtype)
             for user in others:
                 user.replace_input_with(node, narrow)
     graph.eliminate_dead_code()
+
+
+def _keep_scales(
+    module: fx.GraphModule, exact: set[fx.Node], dtype: torch.dtype, keep: Collection[str]
+) -> None:
+    """Keep constant scales of Q/DQ nodes in the precision of the file: 16 bits hold none below
+    6e-5. What a node makes of integers is of the new datatype all the same."""
+    for node in list(module.graph.nodes):
+        is_known = node.op == "call_function" and node.target in (quantize, dequantize)
+        if not is_known or node in exact or node.name in keep:
+            continue
+        _keep_constants(module, node)
+        if node.target is dequantize:
+            node.kwargs = {**node.kwargs, "output_dtype": NUMBERS[dtype]}
+
+
+def _keep_constants(module: fx.GraphModule, node: fx.Node) -> None:
+    """Keep the constants of a node as bits, which stay the same when the module is cast."""
+    graph = module.graph
+    for each in node.all_input_nodes:
+        tensor = _attribute(module, each)
+        if tensor is not None and tensor.dtype in BITS:
+            name = f"exact_{each.name}"
+            module.register_buffer(name, tensor.detach().clone().view(BITS[tensor.dtype]))
+            with graph.inserting_before(node):
+                stored = graph.get_attr(name)
+                whole = graph.call_function(torch.Tensor.view, (stored, tensor.dtype))
+                node.replace_input_with(each, whole)
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:

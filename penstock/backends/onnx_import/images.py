@@ -14,6 +14,9 @@ from torch.nn import functional
 from penstock.backends.onnx_import.values import Numbers, OnnxOperator, Reals, ints, positive, reals
 from penstock.errors import ConfigError
 
+# Distance from the middle of two pixels at which ONNX Runtime takes a position as a tie.
+TIE = 1e-6
+
 
 def _source(
     n_out: int,
@@ -25,8 +28,10 @@ def _source(
 ) -> Tensor:
     """Return the position in the input of each position in the output."""
     at = torch.arange(n_out, device=device, dtype=torch.float32)
+    # By a tensor: torch multiplies by the inverse of a number, which rounds differently.
+    steps = torch.full_like(at, scale)
     if mode == "asymmetric":
-        return at / scale
+        return at / steps
     if mode == "align_corners":
         # PyTorch and ONNX Runtime use the whole length; ONNX's reference uses scale * n_in.
         return at * (n_in - 1) / (n_out - 1) if n_out > 1 else torch.zeros_like(at)
@@ -37,12 +42,12 @@ def _source(
         return torch.full_like(at, 0.5 * (start + end) * (n_in - 1))
     if mode == "pytorch_half_pixel" and n_out == 1:
         return torch.zeros_like(at)
-    whole = (at + 0.5) / scale
     if mode == "half_pixel_symmetric":
         # In the order and precision of ONNX Runtime, as positions between two round either way.
         adjusted = np.float32(n_out) / (np.float32(scale) * np.float32(n_in))
-        return float(np.float32(n_in / 2) * (1 - adjusted)) + whole - 0.5
-    return whole - 0.5
+        offset = float(np.float32(n_in / 2) * (1 - adjusted))
+        return (offset + (at.double() + 0.5) / steps.double() - 0.5).float()
+    return (at + 0.5) / steps - 0.5
 
 
 def _nearest(position: Tensor, mode: str) -> Tensor:
@@ -51,9 +56,11 @@ def _nearest(position: Tensor, mode: str) -> Tensor:
             return position.floor()
         case "ceil":
             return position.ceil()
-        case "round_prefer_ceil":
-            return (position + 0.5).floor()
-    return (position - 0.5).ceil()
+    below = position.floor()
+    rest = position - below
+    is_tie = (rest - 0.5).abs() < TIE
+    at_tie = below + 1 if mode == "round_prefer_ceil" else below
+    return torch.where(is_tie, at_tie, below + (rest > 0.5))
 
 
 def _weights(
@@ -157,6 +164,10 @@ def resize(
             int(np.float32(x.shape[axis]) * np.float32(each))
             for axis, each in zip(where, factors, strict=True)
         ]
+    is_cropped = coordinate_transformation_mode == "tf_crop_and_resize"
+    if not is_cropped and all(x.shape[n] == size for n, size in zip(where, wanted, strict=True)):
+        # As ONNX Runtime does, even where a scale differs from 1.
+        return x
     crops = [] if roi is None else reals(roi)
     dtype = x.dtype
     how = Resampling(
@@ -170,7 +181,6 @@ def resize(
     )
     for number, axis in enumerate(where):
         region = (crops[number], crops[number + len(where)]) if crops else (0.0, 1.0)
-        is_cropped = coordinate_transformation_mode == "tf_crop_and_resize"
         if wanted[number] == x.shape[axis] and factors[number] == 1 and not is_cropped:
             continue
         x = how.resize(x, axis, wanted[number], factors[number], region)

@@ -34,8 +34,14 @@ Pads = list[tuple[int, int]]
 
 
 def same_padding(length: int, window: int, stride: int, is_upper: bool) -> tuple[int, int]:
-    """Return the padding with which a window gives ceil(length / stride) results."""
-    total = max((-(-length // stride) - 1) * stride + window - length, 0)
+    """Return the padding with which a window gives ceil(length / stride) results. It is negative
+    where strides skip more than the window covers: ONNX Runtime centres what is read then, and the
+    specification says nothing."""
+    total = (-(-length // stride) - 1) * stride + window - length
+    if total < 0:
+        # As ONNX Runtime 1.31 rounds, measured for totals from -10 to -1.
+        before = max((-total - 1) // 2 if is_upper else (-total - 2) // 2, 0)
+        return -before, total + before
     smaller = total // 2
     return (smaller, total - smaller) if is_upper else (total - smaller, smaller)
 
@@ -65,6 +71,19 @@ def padding(
     return [(pads[n], pads[n + num]) for n in range(num)]
 
 
+def _pool_padding(
+    x: Tensor,
+    window: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    pads: Sequence[int],
+    auto_pad: str,
+) -> Pads:
+    """As `padding`, but never negative: ONNX Runtime refuses to pool then."""
+    around = padding(x, window, strides, dilations, pads, auto_pad)
+    return [(max(before, 0), max(after, 0)) for before, after in around]
+
+
 def flat_pads(pads: Pads) -> list[int]:
     """Return the padding in the order of torch.nn.functional.pad."""
     return [each for pair in reversed(pads) for each in pair]
@@ -85,7 +104,7 @@ def convolve(
     num = weight.dim() - 2
     strides, dilations = strides or (1,) * num, dilations or (1,) * num
     around = padding(x, weight.shape[2:], strides, dilations, pads, auto_pad)
-    if any(before != after for before, after in around):
+    if any(before != after or before < 0 for before, after in around):
         x, around = functional.pad(x, flat_pads(around)), [(0, 0)] * num
     same = tuple(before for before, _ in around)
     return CONVOLUTIONS[num](x, weight, bias, tuple(strides), same, tuple(dilations), group)
@@ -218,7 +237,7 @@ def max_pool(
 ) -> Tensor | tuple[Tensor, Tensor]:
     num = len(kernel_shape)
     strides, dilations = strides or (1,) * num, dilations or (1,) * num
-    around = padding(x, kernel_shape, strides, dilations, pads, auto_pad)
+    around = _pool_padding(x, kernel_shape, strides, dilations, pads, auto_pad)
     if ceil_mode:
         around = _ceil_pads(x, kernel_shape, strides, dilations, around)
     lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
@@ -291,7 +310,7 @@ def average_pool(
 ) -> Tensor:
     num = len(kernel_shape)
     strides, dilations = strides or (1,) * num, dilations or (1,) * num
-    around = padding(x, kernel_shape, strides, dilations, pads, auto_pad)
+    around = _pool_padding(x, kernel_shape, strides, dilations, pads, auto_pad)
     longer = _ceil_pads(x, kernel_shape, strides, dilations, around) if ceil_mode else around
     is_plain = longer == around and all(each == 1 for each in dilations)
     if num in AVERAGE_POOLS and is_plain and (count_include_pad or not any(map(any, around))):

@@ -133,10 +133,10 @@ class LayeredPass(Pass, Protocol):
         context: BuildContext,
         passes: Callable[[Step], bool],
         seconds: Mapping[str, float] | None = None,
-    ) -> tuple[Step, list[FallbackLayer]] | None:
+    ) -> tuple[Step | None, list[FallbackLayer]]:
         """Return the step with the fewest layers in float for which `passes`, which builds and
-        judges it, returns True, and those layers; None if no choice that was tried passes.
-        `seconds`, where measured: extra time of a layer in float, by name."""
+        judges it, returns True, and those layers. If no choice that was tried passes: no step, and
+        the layers that lose most. `seconds`, where measured: time of a layer in float, by name."""
 
 
 def sequence() -> list[Pass]:

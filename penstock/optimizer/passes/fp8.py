@@ -131,10 +131,10 @@ class Fp8(LayeredPass):
         context: BuildContext,
         passes: Callable[[Step], bool],
         seconds: Mapping[str, float] | None = None,
-    ) -> tuple[Step, list[FallbackLayer]] | None:
+    ) -> tuple[Step | None, list[FallbackLayer]]:
         if step.settings["products"] != LINEAR:
             # Packed encoders have steps for some of their products.
-            return None
+            return None, []
         if context.examples is None:
             raise ConfigError(["fp8: there are no examples to compare layers with"])
         config, indices = parent.config, context.examples.split.choice
@@ -145,7 +145,7 @@ class Fp8(LayeredPass):
             ranked = fallback.sensitivity(layers, switched.answers, switched.original)
         kept = fallback.find_fallback(ranked, lambda keep: passes(_with_kept(step, keep)))
         if kept is None:
-            return None
+            return None, fallback.most_harmful(ranked)
         names = [name for effect in kept for name in effect.group.names]
         return _with_kept(step, names), fallback.described(kept, ranked)
 

@@ -117,11 +117,11 @@ class Half(LayeredPass):
         context: BuildContext,
         passes: Callable[[Step], bool],
         seconds: Mapping[str, float] | None = None,
-    ) -> tuple[Step, list[FallbackLayer]] | None:
+    ) -> tuple[Step | None, list[FallbackLayer]]:
         """Keep the layers that overflow; if that is not enough, those that lose most."""
         config, datatype = parent.config, step.settings["datatype"]
         if config.engine != "pytorch" or datatype == "tf32":
-            return None
+            return None, []
         if context.examples is None:
             raise ConfigError(["half: there are no examples to compare layers with"])
         split = context.examples.split
@@ -143,7 +143,7 @@ class Half(LayeredPass):
         context: BuildContext,
         passes: Callable[[Step], bool],
         known: tuple[Sequence[Row], Sequence[str]],
-    ) -> tuple[Step, list[FallbackLayer]] | None:
+    ) -> tuple[Step | None, list[FallbackLayer]]:
         rows, overflowing = known
         datatype, config = step.settings["datatype"], parent.config
 
@@ -155,13 +155,13 @@ class Half(LayeredPass):
             original = trial.answers()
             layers = [each for each in weighted_layers(trial) if each[0] not in overflowing]
         if not layers:
-            return None
+            return None, []
         ranked = fallback.sensitivity(fallback.with_costs(layers), answers, original)
         kept = fallback.find_fallback(
             ranked, lambda keep: passes(with_kept(step, [*overflowing, *keep]))
         )
         if kept is None:
-            return None
+            return None, fallback.most_harmful(ranked)
         names = [name for effect in kept for name in effect.group.names]
         return with_kept(step, [*overflowing, *names]), fallback.described(kept, ranked)
 

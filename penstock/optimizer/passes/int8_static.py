@@ -27,7 +27,7 @@ from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto
+    from onnx import ModelProto, NodeProto, TensorProto
 
 
 # Matmuls and convolutions, and the operators between them that can pass INT8 on. In transformers
@@ -130,7 +130,7 @@ class Int8Static(LayeredPass):
         context: BuildContext,
         passes: Callable[[Step], bool],
         seconds: Mapping[str, float] | None = None,
-    ) -> tuple[Step, list[FallbackLayer]] | None:
+    ) -> tuple[Step | None, list[FallbackLayer]]:
         if context.examples is None:
             raise ConfigError(["int8-static: there are no examples to compare layers with"])
         scheme = replace(scheme_of(step), keep=())
@@ -148,7 +148,7 @@ class Int8Static(LayeredPass):
         ranked = fallback.sensitivity(trial.layers(seconds), answers, trial.original())
         kept = fallback.find_fallback(ranked, lambda keep: passes(with_kept(step, keep)))
         if kept is None:
-            return None
+            return None, fallback.most_harmful(ranked)
         names = [name for effect in kept for name in effect.group.names]
         return with_kept(step, names), fallback.described(kept, ranked)
 
@@ -183,7 +183,43 @@ def prepared(parent: Build, cache: Path) -> ModelProto:
         opset = onnx_model.opset(model)
         raise BackendFailed(f"operator set {opset} has no scales by channel; {expected}")
     # Fold computed padding: between two convolutions it would interrupt the INT8 data flow.
-    return onnx_model.prepared(building.fold_shapes(model, parent.config))
+    ready = onnx_model.prepared(building.fold_shapes(model, parent.config))
+    _widen_biases(ready)
+    return ready
+
+
+def _widen_biases(ready: ModelProto) -> None:
+    """Give every Gemm with one bias for all rows the bias that quantisers expect: one number for
+    each column, and no factor."""
+    from onnx import numpy_helper
+
+    weights = onnx_model.constants(ready.graph)
+    for node in ready.graph.node:
+        if node.op_type != "Gemm" or not _has_plain_bias(node, weights):
+            continue
+        factor = onnx_model.attribute(node, "beta", 1.0)
+        kept = [each for each in node.attribute if each.name != "beta"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
+        if len(node.input) < 3 or not node.input[2]:
+            continue
+        num_columns = onnx_model.product_sides(node, weights[node.input[1]].dims)[1]
+        bias = numpy_helper.to_array(weights[node.input[2]])
+        if bias.shape == (num_columns,) and factor == 1:
+            continue
+        wide = np.broadcast_to(bias.reshape(-1) * bias.dtype.type(factor), num_columns)
+        name = f"{node.name}_bias_by_column"
+        node.input[2] = onnx_model.add_constant(ready.graph, name, np.ascontiguousarray(wide))
+
+
+def _has_plain_bias(node: NodeProto, weights: Mapping[str, TensorProto]) -> bool:
+    """Return whether a Gemm has constant weights, and no bias or a constant one for all rows."""
+    if len(node.input) < 3 or not node.input[2]:
+        return node.input[1] in weights
+    if node.input[1] not in weights or node.input[2] not in weights:
+        return False
+    dims = weights[node.input[2]].dims
+    return all(size == 1 for size in dims[:-1])
 
 
 def calibrate(
@@ -208,7 +244,12 @@ def check_on_gpu(after: Facts) -> list[str]:
 def layers(ready: ModelProto, scheme: Scheme | None = None) -> list[NodeProto]:
     """Return the layers that INT8 can make faster."""
     weights = onnx_model.constants(ready.graph)
-    gain = [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
+    gain = [
+        node
+        for node in ready.graph.node
+        if onnx_model.can_gain(node, weights)
+        and (node.op_type != "Gemm" or _has_plain_bias(node, weights))
+    ]
     if scheme is None or not scheme.is_gpu:
         return gain
     return [node for node in gain if _suits_gpu(node, weights[node.input[1]].dims)]

@@ -118,6 +118,29 @@ def test_masks_are_still_floats_of_sixteen_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("is_by_channel", [False, True])
+def test_scales_that_sixteen_bits_do_not_hold(dtype: torch.dtype, is_by_channel: bool) -> None:
+    """A quantised tensor that leaves the graph, and one that is scaled back: both run as they are
+    written, with scales far below 6e-5, the least normal number of FP16."""
+    scale = np.array([3e-6, 7e-7, 2e-8, 5e-5] if is_by_channel else 3e-6, np.float32)
+    weights = {"scale": scale, "zero": np.zeros(scale.shape, np.int8)}
+    weights["one"] = np.array(1024.0, np.float32)
+    x = np.random.default_rng(0).standard_normal((2, 4), np.float32) * 2e-4
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
+        helper.make_node("Mul", ["d", "one"], ["y"]),
+    ]
+    # Numbers that 16 bits hold exactly.
+    x = torch.from_numpy(x).to(dtype).float().numpy()
+    model = make(nodes, {"x": x}, {"q": TensorProto.INT8, "y": FLOAT}, weights)
+    (integers, wanted), (found, expected) = compare(model, {"x": x}, dtype)
+    np.testing.assert_array_equal(integers, wanted)
+    # The result itself may be too small for FP16, in steps of 6e-8.
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1024 * 6e-8)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("op_type", ["DFT", "EyeLike", "Range", "HannWindow"])
 def test_operators_that_make_floats(op_type: str, dtype: torch.dtype) -> None:
     x = np.random.default_rng(0).random((1, 8, 1), np.float32)

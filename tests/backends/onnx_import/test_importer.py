@@ -309,6 +309,42 @@ def test_resizing_by_a_scale_that_fp32_rounds() -> None:
     same_as_onnx_runtime(make([node], {"x": [1, 1, 10, 10]}, weights=scales), numbers(1, 1, 10, 10))
 
 
+NEAREST = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+
+
+@pytest.mark.parametrize("coordinates", ["half_pixel", "half_pixel_symmetric", "asymmetric"])
+@pytest.mark.parametrize("nearest", NEAREST)
+@pytest.mark.parametrize(
+    ("length", "scale"),
+    [(47, 1.2), (35, 0.3), (28, 57 / 28), (41, 1.5), (44, 1.7), (10, 0.6), (49, 0.5), (2, 1.2)],
+)
+def test_positions_between_two_pixels(
+    length: int, scale: float, nearest: str, coordinates: str
+) -> None:
+    """Positions that FP32 puts within a rounding error of a tie, or of a pixel."""
+    how = {"nearest_mode": nearest, "coordinate_transformation_mode": coordinates}
+    node = helper.make_node("Resize", ["x", "", "scales"], ["y"], mode="nearest", **how)
+    scales = {"scales": np.array([1, 1, scale], np.float32)}
+    model = make([node], {"x": [1, 1, length]}, weights=scales, opset=19)
+    x = np.arange(length, dtype=np.float32).reshape(1, 1, -1)
+    same_as_onnx_runtime(model, x)
+
+
+@pytest.mark.parametrize("upper", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("stride", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("length", [7, 8, 12, 15])
+def test_same_padding_with_strides_beyond_the_window(
+    length: int, stride: int, window: int, upper: str
+) -> None:
+    """ONNX Runtime skips pixels on both sides then."""
+    sizes = {"kernel_shape": [window, window], "strides": [stride, stride]}
+    node = helper.make_node("Conv", ["x", "w"], ["y"], auto_pad=upper, **sizes)
+    weights = {"w": numbers(2, 3, window, window)}
+    x = numbers(1, 3, length, length)
+    same_as_onnx_runtime(make([node], {"x": [1, 3, length, length]}, weights=weights), x)
+
+
 def test_an_operator_of_several_outputs_of_which_one_is_used() -> None:
     node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=2)
     weights = {"w": numbers(1, 8, 3), "r": numbers(1, 8, 2)}

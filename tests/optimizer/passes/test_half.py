@@ -193,9 +193,7 @@ def test_layers_that_overflow_stay_in_fp32(overflows, tmp_path: Path) -> None:
         made = opened(target)
         return np.allclose(answered(made.config, made.artifact), wanted, atol=0.01)
 
-    found = PASS.fall_back(overflows, FP16, work, passes)
-    assert found is not None
-    step, layers = found
+    step, layers = PASS.fall_back(overflows, FP16, work, passes)
     assert len(asked) == 1
     is_code = overflows.artifact.name == "module.py"
     names = ["middle", "back"] if is_code else ["layer_1", "layer_2"]
@@ -211,12 +209,13 @@ def test_layers_that_lose_most_stay_in_fp32(overflows, tmp_path: Path) -> None:
     def passes(step: Step) -> bool:
         return last in step.settings["keep"].split(",")
 
-    found = PASS.fall_back(overflows, BF16, work, passes)
-    assert found is not None
-    assert found[0].settings == {"datatype": "bf16", "keep": last}
-    assert [each.operator for each in found[1]] == ["Linear"]
-    assert PASS.fall_back(overflows, BF16, work, lambda step: False) is None
-    assert PASS.fall_back(overflows, TF32, work, passes) is None
+    step, layers = PASS.fall_back(overflows, BF16, work, passes)
+    assert step is not None
+    assert step.settings == {"datatype": "bf16", "keep": last}
+    assert [each.operator for each in layers] == ["Linear"]
+    none, worst = PASS.fall_back(overflows, BF16, work, lambda step: False)
+    assert none is None and last in [each.name for each in worst]
+    assert PASS.fall_back(overflows, TF32, work, passes) == (None, [])
 
 
 def test_without_examples_no_layer_is_looked_for(overflows, tmp_path: Path) -> None:

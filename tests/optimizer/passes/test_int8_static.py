@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, numpy_helper
 from suites.onnx_models import (
     AVX2,
+    Graph,
     answers,
     batch,
     build_of,
@@ -87,7 +88,7 @@ def test_ranges_are_of_what_preprocessing_makes_of_the_examples(tmp_path: Path) 
     kept = Int8Static().fall_back(
         parent, proposed(parent)[0], workshop(tmp_path, examples), lambda step: True
     )
-    assert kept is not None and kept[1]
+    assert kept[0] is not None and kept[1]
 
 
 def test_ranges_lie_beside_the_model(tmp_path: Path) -> None:
@@ -150,13 +151,18 @@ def test_the_layer_that_int8_destroys_is_found_and_alone_kept(seed: int, tmp_pat
         return cosine(wanted, answers(made.artifact, rows)) > 0.99
 
     assert not passes(step)
-    found = Int8Static().fall_back(parent, step, workshop(tmp_path, examples), passes)
-    assert found is not None
-    fallen, layers = found
+    fallen, layers = Int8Static().fall_back(parent, step, workshop(tmp_path, examples), passes)
+    assert fallen is not None
     assert [layer.name for layer in layers] == [f"layer.{destroyed}/dense/MatMul"]
     assert fallen.settings["keep"] == f"layer.{destroyed}/dense/MatMul"
     assert layers[0].operator == "MatMul" and layers[0].regained > 0.5
     assert len(judged) <= 6
+    # Whatever is kept, nothing passes: the refusal names the layer first.
+    none, worst = Int8Static().fall_back(
+        parent, step, workshop(tmp_path, examples), lambda step: False
+    )
+    assert none is None
+    assert worst[0].name == f"layer.{destroyed}/dense/MatMul" and worst[0].regained > 0.5
 
 
 def _with_outlier(model: onnx.ModelProto, layer: int) -> onnx.ModelProto:
@@ -170,6 +176,39 @@ def _with_outlier(model: onnx.ModelProto, layer: int) -> onnx.ModelProto:
             array[0] *= 5000
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     return model
+
+
+def with_bias(shape: tuple[int, ...] | None, beta: float) -> onnx.ModelProto:
+    """A convolution and a classifier with such a bias: x [4, 3, 8, 8] to y [4, 16]."""
+    graph = Graph()
+    first = graph.add("Conv", "x", graph.drawn("w1", 32, 3, 3, 3), name="first", pads=[1] * 4)
+    flat = graph.add("Flatten", graph.add("GlobalAveragePool", graph.add("Relu", first)))
+    inputs = [flat, graph.drawn("w3", 32, 16)]
+    if shape is not None:
+        drawn = np.random.default_rng(3).standard_normal(shape)
+        inputs.append(graph.weight("bias", np.asarray(drawn, np.float32)))
+    last = graph.add("Gemm", *inputs, name="classifier", beta=beta)
+    return graph.model({"x": (TensorProto.FLOAT, [4, 3, 8, 8])}, last, [4, 16])
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5])
+@pytest.mark.parametrize("shape", [None, (16,), (), (1,), (1, 16), (1, 1), (4, 16), (4, 1)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_classifier_with_any_bias(
+    shape: tuple[int, ...] | None, beta: float, device: str, tmp_path: Path
+) -> None:
+    """One bias for all rows is quantised; with one by row the layer stays in float."""
+    parent = build_of(with_bias(shape, beta), tmp_path / "m")
+    parent = replace(parent, config=parent.config.on([device]))
+    step = proposed(parent)[0]
+    target = tmp_path / "b" / "m"
+    PASS.build(parent, step, target, workshop(tmp_path, examples_of(parent)))
+    made = opened(target)
+    is_by_row = shape is not None and shape[:1] == (4,)
+    assert file_facts(made).quantised.get("Gemm", 0) == (not is_by_row)
+    (rows,) = drawn_rows(parent, 1, seed=5)
+    wanted, found = answers(parent.artifact, rows), answers(made.artifact, rows)
+    assert np.abs(wanted - found).max() < 0.05 * np.abs(wanted).max()
 
 
 def test_a_layer_that_does_not_exist_cannot_be_kept(tmp_path: Path) -> None:
