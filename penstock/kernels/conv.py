@@ -249,13 +249,13 @@ def _pool(
     left = at_p % OUT_W * STRIDE_W - PAD_W
     best = tl.full((PIXELS, BLOCK), float("-inf"), dtype=tl.float32)
     for tap in tl.static_range(SIZE_H * SIZE_W):
-        row = top + tap // SIZE_W
-        column = left + tap % SIZE_W
-        is_inside = is_pixel & (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
+        # Pixels outside are replaced by the nearest inside, which the window has as well.
+        row = tl.minimum(tl.maximum(top + tap // SIZE_W, 0), HEIGHT - 1)
+        column = tl.minimum(tl.maximum(left + tap % SIZE_W, 0), WIDTH - 1)
         start = ((image * HEIGHT + row) * WIDTH + column) * CHANNELS
         addresses = x + start[:, None] + at_c[None, :]
-        mask = is_inside[:, None] & is_channel[None, :]
-        value = tl.load(addresses, mask=mask, other=float("-inf")).to(tl.float32)
+        mask = is_pixel[:, None] & is_channel[None, :]
+        value = tl.load(addresses, mask=mask, other=0.0).to(tl.float32)
         best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
     mask = is_pixel[:, None] & is_channel[None, :]
     written = y + at_p[:, None] * CHANNELS + at_c[None, :]

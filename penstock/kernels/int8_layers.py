@@ -112,21 +112,30 @@ class Int8Layer(TunedLayer):
         if shape.added is not None:
             offset = offset - shape.added.zero * shape.added.scale / unit
         self.is_stem = is_stem
-        depth = math.prod(weight.shape[1:])
-        if is_stem and has_triton():
-            from penstock.kernels import int8_triton
-
-            self.register_buffer("packed", int8_triton.pack_stem(kept, shape.geometry.stride[0]))
-            depth = math.prod(self.packed.shape[1:])
-        own = offset
+        kept_values = {"scale": scale, "offset": offset}
         if has_triton():
             from penstock.kernels import int8_triton
 
-            kind = torch.float32 if shape.out is None else torch.int8
-            own = int8_triton.kernel_offset(scale, offset, depth, kind)
+            if is_stem:
+                stride = shape.geometry.stride[0]
+                packed = int8_triton.pack_stem(kept, stride)
+                self.register_buffer("packed", packed)
+                pairs, rest = int8_triton.pair_stem(packed, stride)
+                self.register_buffer("pairs", pairs)
+                self.register_buffer("pairs_rest", rest)
+            self.is_short = int8_triton.is_short(weight)
+            own = int8_triton.Int8Epilogue.of(
+                scale,
+                offset,
+                *self.limits,
+                out=torch.float32 if shape.out is None else torch.int8,
+                activation=shape.activation,
+                is_short=self.is_short,
+            )
+            kept_values |= {"own_scale": own.scale, "own_offset": own.offset}
         # Tiles may go past the last channel.
         padding = -len(weight) % CHANNEL_BLOCK
-        for name, each in (("scale", scale), ("offset", offset), ("own_offset", own)):
+        for name, each in kept_values.items():
             padded = functional.pad(each.float(), (0, padding))
             self.register_buffer(f"{name}_bits", padded.view(torch.int32))
         # It gets the float type of the model when the module is cast.
@@ -202,7 +211,10 @@ class Int8Layer(TunedLayer):
         window = conv.ConvWindow(tuple(self.weight.shape[2:]), geometry.stride, geometry.padding)
         num_rows = self._num_out(x) // out
         if self.is_stem:
-            for tile in int8_triton.stem_tiles(num_rows, out, math.prod(self.packed.shape[1:])):
+            depth = math.prod(self.packed.shape[1:])
+            # A block of one pixel is too short for a GEMM by itself.
+            has_pairs = self._out_shape(x)[-1] % 2 == 0 and window.stride[0] > 1
+            for tile in int8_triton.stem_tiles(num_rows, out, depth, has_pairs=has_pairs):
                 found[f"triton stem {tile}"] = partial(self._by_stem, tile, window)
             return found
         is_flat = window.size == window.stride == (1, 1) and window.padding == (0, 0)
@@ -246,11 +258,13 @@ class Int8Layer(TunedLayer):
     def _after(self, residual: torch.Tensor | None, is_own: bool = True) -> Int8Epilogue:
         from penstock.kernels import int8_triton
 
-        offset = self.own_offset_bits if is_own else self.offset_bits
-        floats = self.scale_bits.view(torch.float32), offset.view(torch.float32)
+        scale, offset = self.scale_bits, self.offset_bits
+        if is_own:
+            scale, offset = self.own_scale_bits, self.own_offset_bits
         out = self.shape.out or Levels(1.0)
         return int8_triton.Int8Epilogue(
-            *floats,
+            scale.view(torch.float32),
+            offset.view(torch.float32),
             *self.limits,
             out=self._out_dtype,
             residual=residual,
@@ -258,6 +272,7 @@ class Int8Layer(TunedLayer):
             activation=self.shape.activation,
             unit=out.scale,
             zero=out.zero,
+            is_short=self.is_short,
         )
 
     def _by_rows(self, tile: Tile, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -292,8 +307,11 @@ class Int8Layer(TunedLayer):
         from penstock.kernels import int8_triton
 
         given = self.shape.given
-        levels = given.scale, given.zero
-        return int8_triton.convolve_stem(x, self.packed, window, levels, self._after(None), tile)
+        levels, after = (given.scale, given.zero), self._after(None)
+        if tile.columns > len(self.weight):
+            pairs, rest = self.pairs, self.pairs_rest
+            return int8_triton.convolve_stem(x, pairs, window, levels, after, tile, rest)
+        return int8_triton.convolve_stem(x, self.packed, window, levels, after, tile)
 
     def _by_cudnn(
         self,

@@ -3,8 +3,9 @@ added to a residual, activated or limited, and rounded before they are written, 
 INT8 between layers.
 
 Values are `round(real / scale) + zero`, from -128 to 127. The epilogue works in units of the
-output, up to an activation in those of reals. Sums that fit 22 bits are read as floats without a conversion: they start at the bits of
-1.5 * 2^23, which then is part of the offset. The same number rounds the result.
+output, up to an activation in those of reals. Sums that fit 22 bits are read as floats without a
+conversion: they start at the bits of 1.5 * 2^23, which then is part of the offset. The same number
+rounds the result.
 
 With TRITON_INTERPRET=1 in the environment, before this file is imported, all of it runs on a CPU.
 """
@@ -12,7 +13,8 @@ With TRITON_INTERPRET=1 in the environment, before this file is imported, all of
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -26,14 +28,16 @@ from penstock.kernels.pointwise import activate, launch
 # 1.5 * 2^23 and its bits: floats from there on count in steps of one.
 SHIFT, SHIFT_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 SHIFT_VALUE = 12582912.0
-# Largest depth whose sums stay below 2^22.
-MAX_SHORT_DEPTH = 2**22 // (128 * 128)
+# Sums below this are read as floats; the largest magnitude of an input.
+MAX_SHORT_SUM, MAX_INPUT = 2**22, 128
 # Rows of a stem's window, at least, so that a dot product has 32 values; blocks of a program that
 # packs an image.
 MIN_STEM_ROWS, PACK_BLOCKS = 4, 256
 # Ends of rows that a tile of a stem counts.
 MAX_WRAPS = 4
-POOL_PIXELS = 64
+POOL_PIXELS = 32
+# Two of the smallest 16-bit integers; the upper bytes of two.
+SMALLEST_PAIR, UPPER_BYTES = tl.constexpr(-0x7FFF8000), tl.constexpr(-0x00FF0100)
 BLOCK = 4096
 
 
@@ -54,36 +58,84 @@ class Int8Epilogue:
     activation: Activation | None = None
     unit: float = 1.0
     zero: int = 0
+    # Whether all sums are below MAX_SHORT_SUM. Floats do not need it.
+    is_short: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        scale: torch.Tensor,
+        offset: torch.Tensor,
+        lowest: float,
+        highest: float,
+        **options: Any,
+    ) -> Int8Epilogue:
+        """Return the epilogue for a scale and an offset in FP64, by channel."""
+        plain = cls(scale, offset, lowest, highest, **options)
+        if plain.is_unit_range:
+            scale, offset = scale * plain.part, (offset - round(lowest)) * plain.part
+        if plain.is_shifted:
+            offset = offset - SHIFT_VALUE * scale
+        return replace(plain, scale=scale.float(), offset=offset.float())
+
+    @property
+    def is_shifted(self) -> bool:
+        return self.is_short and self.out == torch.int8
+
+    @property
+    def is_unit_range(self) -> bool:
+        """Return whether kernels compute with limits of 0 and 1, which cost a GPU nothing."""
+        return self.out == torch.int8 and self.activation is None
+
+    @property
+    def part(self) -> float:
+        """Return one step of the output where the limits are 0 and 1."""
+        # Rounding the limits first gives the same integers.
+        return 1.0 / max(round(self.highest) - round(self.lowest), 1)
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """Return the numbers that kernels take for it."""
-        return self.residual_factor, self.lowest, self.highest, 1.0 / self.unit, float(self.zero)
+        factor, lowest, highest = self.residual_factor, self.lowest, self.highest
+        if self.is_unit_range:
+            factor, lowest = factor * self.part, float(round(lowest))
+            highest = round(highest) - lowest
+        return factor, lowest, highest, 1.0 / self.unit, float(self.zero)
 
-    def constants(self, depth: int) -> tuple[object, ...]:
-        """Return the constants that kernels take for it, for sums of so many products."""
-        kind = self.residual is not None, is_short(depth, self.out), self.out == torch.int8
+    @property
+    def constants(self) -> tuple[object, ...]:
+        """Return the constants that kernels take for it."""
+        kind = self.residual is not None, self.is_shifted, self.out == torch.int8
         return *kind, *(self.activation or ("", 0.0, 0.0))
 
 
 @triton.jit
 def _finish(
-    total, scale, offset, at_n, residual, factor, lowest, highest, inverse, zero,
+    total, scale, offset, residual, factor, lowest, highest, inverse, zero,
     HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
     KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    s = tl.load(scale + at_n)[None, :]
-    c = tl.load(offset + at_n)[None, :]
     # If the sums are floats already, `offset` has the shift times the scale in it.
-    v = total.to(tl.float32, bitcast=IS_SHORT) * s + c
+    v = total.to(tl.float32, bitcast=IS_SHORT) * scale + offset
     if HAS_RESIDUAL:
         v += residual.to(tl.float32) * factor
     if KIND != "":
         v = activate(v, KIND, A, B) * inverse + zero
-    v = tl.minimum(tl.maximum(v, lowest), highest)
+    if IS_INT8 and KIND == "":
+        # The limits are 0 and 1; `highest` is the number of steps between them.
+        v = tl.minimum(tl.maximum(v, 0.0), 1.0) * highest + (SHIFT + lowest)
+    else:
+        v = tl.minimum(tl.maximum(v, lowest), highest)
+        if IS_INT8:
+            v += SHIFT
     if IS_INT8:
-        v = (v + SHIFT).to(tl.int32, bitcast=True).to(tl.int8)
+        v = v.to(tl.int32, bitcast=True).to(tl.int8)
     return v
+
+
+@triton.jit
+def _by_column(values, at_n):
+    return tl.load(values + at_n)[None, :]
 
 
 @triton.jit
@@ -118,8 +170,8 @@ def _multiply(
             added = residual.load([m, n])
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
-            total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            total, _by_column(scale, at_n), _by_column(offset, at_n), added,
+            factor, lowest, highest, inverse, zero, HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
 
@@ -142,7 +194,38 @@ def _multiply_kept(
         total = tl.dot(a, b.T, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
-            total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
+            total, _by_column(scale, at_n), _by_column(offset, at_n), added,
+            factor, lowest, highest, inverse, zero, HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+        )  # fmt: skip
+        y.store([m, n], value.to(y.dtype))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _multiply_down(
+    x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
+    zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
+    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_multiply`, for small depths: a program keeps its weights and goes down the rows."""
+    WIDE: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    n = tl.program_id(0) % WIDE * COLUMNS
+    at_n = n + tl.arange(0, COLUMNS)
+    s = _by_column(scale, at_n)
+    c = _by_column(offset, at_n)
+    b = weight.load([n, 0])
+    for tile in tl.range(
+        tl.program_id(0) // WIDE, tl.cdiv(num_rows, ROWS), tl.num_programs(0) // WIDE,
+        num_stages=NUM_STAGES,
+    ):  # fmt: skip
+        m = tile * ROWS
+        added = 0
+        if HAS_RESIDUAL:
+            added = residual.load([m, n])
+        a = x.load([m, 0])
+        total = tl.dot(a, b.T, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
+        value = _finish(
+            total, s, c, added, factor, lowest, highest, inverse, zero,
             HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
@@ -221,29 +304,40 @@ def _convolve_int8(
         if HAS_RESIDUAL:
             added = tl.load(residual + at, mask=is_written, other=0)
         value = _finish(
-            total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            total, _by_column(scale, at_n), _by_column(offset, at_n), added,
+            factor, lowest, highest, inverse, zero, HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
         )  # fmt: skip
         tl.store(y + at, value.to(y.dtype.element_ty), mask=is_written)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _stem(
-    x, weight, scale, offset, y, num_rows, factor, lowest, highest, inverse, zero,
+    x, weight, rest, scale, offset, y, num_rows, factor, lowest, highest, inverse, zero,
     OUT: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     STEP_N: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
     TAP_BYTES: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr,
+    NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A convolution of a packed image: a row of the window is TAP_BYTES contiguous bytes. A program
-    keeps its weights and takes tile after tile."""
-    tl.static_assert(not HAS_RESIDUAL)
-    WIDE: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
+    keeps its weights and takes tile after tile. With two PIXELS, a row of the tile is a pair of
+    neighbours, which share most of their windows; `rest` are the weights of the block that only the
+    second has."""
+    WIDE: tl.constexpr = (PIXELS * OUT + COLUMNS - 1) // COLUMNS
+    ROW: tl.constexpr = OUT_W // PIXELS
     at_n = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
     at_k = tl.arange(0, DEPTH)
     tap = at_k // TAP_BYTES * STEP_H + at_k % TAP_BYTES
-    b = tl.load(weight + at_n[None, :] * DEPTH + at_k[:, None], mask=(at_n < OUT)[None, :], other=0)
+    is_column = at_n < PIXELS * OUT
+    b = tl.load(weight + at_n[None, :] * DEPTH + at_k[:, None], mask=is_column[None, :], other=0)
+    if PIXELS == 2:
+        REST: tl.constexpr = DEPTH // TAP_BYTES * STEP_W
+        at_r = tl.arange(0, REST)
+        tap_r = at_r // STEP_W * STEP_H + TAP_BYTES + at_r % STEP_W
+        b_r = tl.load(rest + at_n[None, :] * REST + at_r[:, None])
+    s = _by_column(scale, at_n % OUT)
+    c = _by_column(offset, at_n % OUT)
     for tile in tl.range(
         tl.program_id(0) // WIDE, tl.cdiv(num_rows, ROWS), tl.num_programs(0) // WIDE,
         num_stages=NUM_STAGES,
@@ -252,28 +346,31 @@ def _stem(
         is_row = at_m < num_rows
         if NUM_WRAPS > 0:
             # Count on from the tile's first pixel instead of dividing for each.
-            first = tile * ROWS % (OUT_H * OUT_W)
-            column = first % OUT_W + tl.arange(0, ROWS)
-            row = first // OUT_W + tl.zeros((ROWS,), dtype=tl.int32)
+            first = tile * ROWS % (OUT_H * ROW)
+            column = first % ROW + tl.arange(0, ROWS)
+            row = first // ROW + tl.zeros((ROWS,), dtype=tl.int32)
             for _ in tl.static_range(NUM_WRAPS):
-                row = tl.where(column >= OUT_W, row + 1, row)
-                column = tl.where(column >= OUT_W, column - OUT_W, column)
-            base = tile * ROWS // (OUT_H * OUT_W) * STEP_N + row * STEP_H + column * STEP_W
+                row = tl.where(column >= ROW, row + 1, row)
+                column = tl.where(column >= ROW, column - ROW, column)
+            base = tile * ROWS // (OUT_H * ROW) * STEP_N + row * STEP_H + column * (PIXELS * STEP_W)
             base = tl.where(row >= OUT_H, base + (STEP_N - OUT_H * STEP_H), base)
             base = tl.where(is_row, base, 0)
         else:
             known = tl.where(is_row, at_m, 0)
-            pixel = known % (OUT_H * OUT_W)
-            base = known // (OUT_H * OUT_W) * STEP_N
-            base += pixel // OUT_W * STEP_H + pixel % OUT_W * STEP_W
+            pixel = known % (OUT_H * ROW)
+            base = known // (OUT_H * ROW) * STEP_N
+            base += pixel // ROW * STEP_H + pixel % ROW * (PIXELS * STEP_W)
         a = tl.load(x + (base[:, None] + tap[None, :]))
         total = tl.dot(a, b, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
+        if PIXELS == 2:
+            a_r = tl.load(x + (base[:, None] + tap_r[None, :]))
+            total = tl.dot(a_r, b_r, total, out_dtype=tl.int32)
         value = _finish(
-            total, scale, offset, at_n, 0, factor, lowest, highest, inverse, zero,
+            total, s, c, 0, factor, lowest, highest, inverse, zero,
             HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
         )  # fmt: skip
-        at = at_m[:, None] * OUT + at_n[None, :]
-        tl.store(y + at, value.to(y.dtype.element_ty), mask=is_row[:, None] & (at_n < OUT)[None, :])
+        at = at_m[:, None] * (PIXELS * OUT) + at_n[None, :]
+        tl.store(y + at, value.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -327,13 +424,24 @@ def _add(a, b, y, size, factor_a, factor_b, offset, lowest, SIZE: tl.constexpr):
     tl.store(y + at, _rounded(tl.maximum(v, lowest), 1.0, 0.0), mask=at < size)
 
 
+@triton.jit
+def _larger_pairs(a, b):
+    """The larger ones of two 16-bit integers in each word."""
+    return tl.inline_asm_elementwise(
+        "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["num_pixels"])
 def _pool_int8(
     x, y, num_pixels, CHANNELS: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     SIZE_H: tl.constexpr, SIZE_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, PIXELS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_WORDS: tl.constexpr,
 ):  # fmt: skip
+    """With IS_WORDS, x and y are words of four channels. They are compared as 16-bit integers,
+    whose upper bytes decide: once as they are, and once with the lower bytes moved up."""
     at_p = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     at_c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_pixel = at_p < num_pixels
@@ -341,7 +449,9 @@ def _pool_int8(
     image = at_p // (OUT_H * OUT_W)
     top = at_p % (OUT_H * OUT_W) // OUT_W * STRIDE_H - PAD_H
     left = at_p % OUT_W * STRIDE_W - PAD_W
-    best = tl.full((PIXELS, COLUMNS), -128, dtype=tl.int32)
+    LEAST: tl.constexpr = SMALLEST_PAIR if IS_WORDS else -128
+    best = tl.full((PIXELS, COLUMNS), LEAST, dtype=tl.int32)
+    low = best
     for tap in tl.static_range(SIZE_H * SIZE_W):
         # Pixels outside are replaced by the nearest inside, which the window has as well.
         row = tl.minimum(tl.maximum(top + tap // SIZE_W, 0), HEIGHT - 1)
@@ -349,35 +459,35 @@ def _pool_int8(
         start = ((image * HEIGHT + row) * WIDTH + column) * CHANNELS
         addresses = x + (start[:, None] + at_c[None, :])
         value = tl.load(addresses, mask=is_pixel[:, None] & is_channel[None, :], other=0)
-        best = tl.maximum(best, value.to(tl.int32))
+        if IS_WORDS:
+            best = _larger_pairs(best, value)
+            low = _larger_pairs(low, value << 8)
+        else:
+            best = tl.maximum(best, value.to(tl.int32))
+    if IS_WORDS:
+        best = (best & UPPER_BYTES) | ((low >> 8) & ~UPPER_BYTES)
     written = y + (at_p[:, None] * CHANNELS + at_c[None, :])
-    tl.store(written, best.to(tl.int8), mask=is_pixel[:, None] & is_channel[None, :])
+    tl.store(written, best.to(y.dtype.element_ty), mask=is_pixel[:, None] & is_channel[None, :])
 
 
 # All kernels of this file.
 FUNCTIONS = (
-    *(_multiply, _multiply_kept, _convolve_int8, _stem, _pack_int8),
+    *(_multiply, _multiply_kept, _multiply_down, _convolve_int8, _stem, _pack_int8),
     *(_quantize, _dequantize, _pool_int8, _add),
 )
 
 
-def is_short(depth: int, out: torch.dtype) -> bool:
-    """Return whether sums of this depth are read as floats without a conversion. What that loses
-    is far below one step of INT8."""
-    return depth <= MAX_SHORT_DEPTH and out == torch.int8
-
-
-def kernel_offset(
-    scale: torch.Tensor, offset: torch.Tensor, depth: int, out: torch.dtype
-) -> torch.Tensor:
-    """Return the offset as the kernels take it, from FP64 values."""
-    return (offset - SHIFT_VALUE * scale if is_short(depth, out) else offset).float()
+def is_short(weight: torch.Tensor) -> bool:
+    """Return whether all sums of INT8 weights [out, ...] are below MAX_SHORT_SUM, so that they are
+    read as floats without a conversion. What that loses is far below one step of INT8."""
+    largest = int(weight.int().abs().flatten(1).sum(1).max())
+    return largest * MAX_INPUT < MAX_SHORT_SUM
 
 
 def row_tiles(num_rows: int, depth: int, out: int, row_bytes: Iterable[int]) -> list[Tile]:
     """Return the tiles of `multiply` worth trying; `split` is the number of programs per processor,
-    0 for programs that keep their rows. None if rows do not begin at multiples of 16 bytes:
-    `row_bytes` are those of the result and of the residual."""
+    negative for programs that keep their weights, 0 for those that keep their rows. None if rows do
+    not begin at multiples of 16 bytes: `row_bytes` are those of the result and of the residual."""
     if depth % 16 or any(size % 16 for size in row_bytes):
         return []
     step = next((size for size in (128, 64) if depth % size == 0), 128 if depth > 64 else 64)
@@ -391,6 +501,8 @@ def row_tiles(num_rows: int, depth: int, out: int, row_bytes: Iterable[int]) -> 
     found = [Tile(rows, columns, step, w, 3, per) for rows, columns, w, per in shapes]
     if depth in (32, 64, 128, 256) and out % 64 == 0 and out > 64:
         found.append(Tile(128, 64, depth, 4, 3, 0))
+    if depth in (128, 256, 512) and out % 128 == 0:
+        found += [Tile(64, 128, depth, 4, stages, -2) for stages in (3, 4) if stages * depth < 2048]
     return found
 
 
@@ -411,11 +523,14 @@ def multiply(
         describe(residual, [tile.rows, tile.columns]),
         describe(y, [tile.rows, tile.columns]),
     )
-    sizes = (out, depth, *epilogue.constants(depth), tile.rows, tile.columns)
-    if tile.split:
-        num_tiles = -(-num_rows // tile.rows) * -(-out // tile.columns)
+    sizes = (out, depth, *epilogue.constants, tile.rows, tile.columns)
+    num_tiles, wide = tile.count(num_rows, out), -(-out // tile.columns)
+    if tile.split > 0:
         num_programs = min(num_tiles, NUM_PROGRAMS * tile.split)
         kernel, steps = _multiply, [tile.depth, tile.num_stages]
+    elif tile.split < 0:
+        num_programs = max(wide, min(num_tiles, NUM_PROGRAMS * -tile.split) // wide * wide)
+        kernel, steps = _multiply_down, [tile.num_stages]
     else:
         num_programs = -(-num_rows // tile.rows)
         kernel, steps = _multiply_kept, [tile.num_stages]
@@ -467,14 +582,13 @@ def convolve_int8(
     if tile.split > 1:
         assert workspace.has_room(tile, num_tiles), (tile, num_tiles)
     residual = y if epilogue.residual is None else epilogue.residual
-    depth = size_h * size_w * channels
     launch(
         _convolve_int8, (num_tiles, tile.split),
         x, weight, epilogue.scale, epilogue.offset, residual, y,
         workspace.parts.view(torch.int32), workspace.arrived, num_rows, tile.split,
         *epilogue.numbers, out, channels, size_h, size_w, height, width, out_h, out_w,
         *window.stride, *window.padding,
-        *epilogue.constants(depth),
+        *epilogue.constants,
         tile.rows, tile.columns, tile.depth, tile.split > 1, filling,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -494,14 +608,28 @@ def pack_stem(weight: torch.Tensor, stride: int) -> torch.Tensor:
     return blocks.reshape(out, rows, -1)
 
 
-def stem_tiles(num_rows: int, out: int, depth: int) -> list[Tile]:
+def pair_stem(packed: torch.Tensor, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed weights for pairs of neighbours, [2 * out, rows, bytes], and those of the block
+    that only the second of them has: its window begins one block later."""
+    out, rows, tap_bytes = packed.shape
+    block = stride * stride * PIXEL
+    pairs = packed.new_zeros(2 * out, rows, tap_bytes + block)
+    pairs[:out, :, :tap_bytes] = packed
+    pairs[out:, :, block:] = packed
+    return pairs[..., :tap_bytes].contiguous(), pairs[..., tap_bytes:].contiguous()
+
+
+def stem_tiles(num_rows: int, out: int, depth: int, *, has_pairs: bool) -> list[Tile]:
     """Return the tiles of `convolve_stem` worth trying; `split` is the number of programs per
-    processor."""
+    processor. Tiles with twice the channels are for pairs of pixels."""
     columns = 64 if out % 64 == 0 else 32
-    shapes = [(64, 4, 3, 4)]
-    if num_rows // 128 >= NUM_PROGRAMS:
-        shapes = [(128, 4, 3, 2), (128, 4, 2, 2), (64, 4, 4, 2), (128, 8, 2, 2)]
-    return [Tile(rows, columns, depth, w, s, per) for rows, w, s, per in shapes]
+    if num_rows // 128 < NUM_PROGRAMS:
+        return [Tile(64, columns, depth, 4, 3, 4)]
+    shapes = [(128, 4, 2, 2), (64, 4, 4, 2), (128, 8, 2, 2)]
+    found = [Tile(rows, columns, depth, w, s, per) for rows, w, s, per in shapes]
+    if out == columns and has_pairs:
+        found += [Tile(64, 2 * out, depth, 4, 3, 2), Tile(128, 2 * out, depth, 8, 3, 1)]
+    return found
 
 
 def convolve_stem(
@@ -511,15 +639,18 @@ def convolve_stem(
     levels: tuple[float, int],
     epilogue: Int8Epilogue,
     tile: Tile,
+    rest: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Convolve images of floats with few channels, in any memory format, with the same stride in
     both directions: they are quantised with `levels` (scale and zero), padded, and packed in
-    blocks first."""
+    blocks first. `packed` is what `pack_stem` made; or it and `rest` are what `pair_stem` made."""
     batch, channels, height, width = x.shape
-    out, rows, tap_bytes = packed.shape
     (side, _), (pad_h, pad_w) = window.stride, window.padding
     out_h, out_w = window.out(height, width)
     block = side * side * PIXEL
+    num_columns, rows, tap_bytes = packed.shape
+    num_pixels = 1 if rest is None else 2
+    out = num_columns // num_pixels
     # The last windows may go past the image.
     high, wide = out_h - 1 + rows, out_w - 1 + tap_bytes // block
     num_blocks = batch * high * wide
@@ -531,19 +662,20 @@ def convolve_stem(
         high, wide, pad_h, pad_w, side, PIXEL, PACK_BLOCKS, num_warps=4,
     )  # fmt: skip
     y = torch.empty((batch, out_h, out_w, out), dtype=epilogue.out, device=x.device)
-    num_rows, depth = batch * out_h * out_w, rows * tap_bytes
-    columns = -(-out // tile.columns)
+    num_rows, depth = batch * out_h * out_w // num_pixels, rows * tap_bytes
+    row = out_w // num_pixels
+    columns = -(-num_columns // tile.columns)
     # Ends of rows in a tile; 0: too many to count them, or more than one image.
-    num_wraps = -(-tile.rows // out_w)
-    num_wraps = num_wraps if num_wraps <= MAX_WRAPS and tile.rows <= out_h * out_w else 0
+    num_wraps = -(-tile.rows // row)
+    num_wraps = num_wraps if num_wraps <= MAX_WRAPS and tile.rows <= out_h * row else 0
     num_programs = min(-(-num_rows // tile.rows), NUM_PROGRAMS * tile.split) * columns
     launch(
         _stem, (num_programs,),
-        packed_x, packed, epilogue.scale, epilogue.offset, y, num_rows,
-        *epilogue.numbers, out, out_h, out_w,
+        packed_x, packed, packed if rest is None else rest, epilogue.scale, epilogue.offset, y,
+        num_rows, *epilogue.numbers, out, out_h, out_w,
         high * wide * block, wide * block, block, tap_bytes, depth,
-        *epilogue.constants(depth),
-        tile.rows, tile.columns, num_wraps, tile.num_stages, num_warps=tile.num_warps,
+        *epilogue.constants, tile.rows, tile.columns, num_pixels, num_wraps, tile.num_stages,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     return y.permute(0, 3, 1, 2)
 
@@ -553,12 +685,17 @@ def pool_int8(x: torch.Tensor, window: ConvWindow) -> torch.Tensor:
     batch, channels, height, width = x.shape
     out_h, out_w = window.out(height, width)
     y = torch.empty((batch, out_h, out_w, channels), dtype=x.dtype, device=x.device)
+    given, made = x.permute(0, 2, 3, 1), y
+    # Triton's interpreter has no assembler.
+    is_words = x.is_cuda and channels % 4 == 0
+    if is_words:
+        given, made, channels = given.view(torch.int32), y.view(torch.int32), channels // 4
     num_pixels = batch * out_h * out_w
     block = min(64, triton.next_power_of_2(channels))
     launch(
         _pool_int8, (-(-num_pixels // POOL_PIXELS), -(-channels // block)),
-        x, y, num_pixels, channels, height, width, out_h, out_w,
-        *window.size, *window.stride, *window.padding, POOL_PIXELS, block,
+        given, made, num_pixels, channels, height, width, out_h, out_w,
+        *window.size, *window.stride, *window.padding, POOL_PIXELS, block, is_words,
         num_warps=4,
     )  # fmt: skip
     return y.permute(0, 3, 1, 2)

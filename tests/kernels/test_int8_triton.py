@@ -29,6 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
 ]
 DEVICE = "cpu" if IS_CPU else "cuda"
+# Any sums of this depth are short.
+MAX_SHORT_DEPTH = 255
 LIMITS = {"int8": (-128.0, 127.0), "relu": (0.0, 127.0), "all": (-math.inf, math.inf)}
 
 
@@ -48,10 +50,15 @@ def epilogue(out, depth, *, limits="relu", dtype=torch.int8, residual=None, **op
     generator = torch.Generator().manual_seed(out)
     scale = (torch.rand(out, generator=generator).double() + 0.5) / (100 * depth**0.5)
     offset = 20 * torch.randn(out, generator=generator).double()
-    own = int8.kernel_offset(scale, offset, depth, dtype)
-    padded = [functional.pad(each.float(), (0, -out % 256)).to(DEVICE) for each in (scale, own)]
-    lowest, highest = LIMITS[limits]
-    made = int8.Int8Epilogue(*padded, lowest, highest, dtype, residual, 0.7, **options)
+    made = int8.Int8Epilogue.of(
+        *(functional.pad(each, (0, -out % 256)).to(DEVICE) for each in (scale, offset)),
+        *LIMITS.get(limits, limits),
+        out=dtype,
+        residual=residual,
+        residual_factor=0.7,
+        is_short=depth <= MAX_SHORT_DEPTH,
+        **options,
+    )
     return made, scale.to(DEVICE), offset.to(DEVICE)
 
 
@@ -86,6 +93,8 @@ def assert_same(found, wanted, dtype=torch.int8) -> None:
     [
         (64, 128, Tile(64, 64, 64, 4, 3, 1)),
         (64, 128, Tile(64, 64, 64, 4, 3, 0)),
+        (64, 128, Tile(32, 64, 64, 4, 3, -2)),
+        (64, 48, Tile(64, 32, 64, 4, 3, -1)),
         (512, 64, Tile(64, 32, 128, 4, 3, 2)),
         # Neither the depth nor the columns fill their tiles.
         (144, 48, Tile(64, 64, 128, 4, 3, 1)),
@@ -98,6 +107,21 @@ def test_rows(depth, out, tile, has_residual, dtype):
     found = int8.multiply(x, weight, made, tile)
     wanted = finished(x.double() @ weight.double().t(), scale, offset, made)
     assert_same(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("limits", [(-128, 127), (3.4, 90.6), (-2.5, 6.5), (7, 7), (0.2, 0.4)])
+def test_limits_between_levels(limits):
+    """Limits are rounded as results are, and may leave one level only."""
+    x, weight = drawn(70, 64), drawn(64, 64)
+    made, scale, offset = epilogue(64, 64, limits=limits, residual=drawn(70, 64))
+    wanted = finished(x.double() @ weight.double().t(), scale, offset, made)
+    assert_same(int8.multiply(x, weight, made, Tile(64, 64, 64, 4, 3, 1)), wanted)
+
+
+def test_sums_are_short_if_no_input_makes_them_long():
+    weight = torch.full((2, 2**22 // (128 * 127)), 127, dtype=torch.int8)
+    assert int8.is_short(weight)
+    assert not int8.is_short(functional.pad(weight, (0, 1), value=-127))
 
 
 ACTIVATIONS = [
@@ -118,13 +142,12 @@ def test_activations_come_before_the_levels(activation, dtype, workspace):
 
     def after(depth, out, residual=None):
         made, scale, offset = epilogue(out, depth, residual=residual, **options)
-        scale, offset = scale / 20, offset / 20
-        own = int8.kernel_offset(scale.cpu(), offset.cpu(), depth, dtype)
-        padded = [functional.pad(x.float(), (0, -out % 256)).to(DEVICE) for x in (scale.cpu(), own)]
-        return replace(made, scale=padded[0], offset=padded[1]), scale, offset
+        smaller = replace(made, scale=made.scale / 20, offset=made.offset / 20)
+        return smaller, scale / 20, offset / 20
 
     x, weight, residual = drawn(70, 64), drawn(64, 64), torch.randn(70, 64).half().to(DEVICE)
-    for tile in (Tile(64, 64, 64, 4, 3, 1), Tile(64, 64, 64, 4, 3, 0)):
+    for split in (1, 0, -1):
+        tile = Tile(64, 64, 64, 4, 3, split)
         made, scale, offset = after(64, 64, residual)
         wanted = finished(x.double() @ weight.double().t(), scale, offset, made)
         assert_same(int8.multiply(x, weight, made, tile), wanted, dtype)
@@ -165,7 +188,7 @@ def test_windows(window, filling, split, workspace):
     x, weight = drawn(2, 64, 9, 7), drawn(32, 64, *window.size)
     shape = (2, 32, *window.out(9, 7))
     made, scale, offset = epilogue(32, 64 * 9, limits="int8", residual=drawn(*shape))
-    if 64 * window.size[0] * window.size[1] <= int8.MAX_SHORT_DEPTH:
+    if 64 * window.size[0] * window.size[1] <= MAX_SHORT_DEPTH:
         made, scale, offset = epilogue(32, 64, limits="int8", residual=drawn(*shape))
     tile = Tile(64, 32, 64, 4, 3, split)
     found = int8.convolve_int8(x, weight, window, filling, made, tile, workspace)
@@ -210,6 +233,27 @@ def test_a_stem_quantises_floats_itself(size, stride, zero, image):
     total = functional.conv2d(around, weight.double(), None, stride)
     wanted = finished(total.permute(0, 2, 3, 1), scale, offset, made).permute(0, 3, 1, 2)
     assert_same(found, wanted)
+
+
+@pytest.mark.parametrize(("size", "stride", "image"), [(7, 2, 36), (3, 2, 20), (4, 4, 20)])
+def test_a_stem_takes_pairs_of_neighbours(size, stride, image):
+    window = Window((size, size), (stride, stride), (size // 2, size // 2))
+    x = torch.randn(2, 3, image, image, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weight = drawn(32, 3, size, size)
+    packed = int8.pack_stem(weight, stride)
+    depth = packed[0].numel()
+    made, scale, offset = epilogue(32, depth)
+    pairs, rest = int8.pair_stem(packed, stride)
+    values = (x / 0.02).round().clamp(-128, 127).double()
+    total = functional.conv2d(values, weight.double(), None, stride, size // 2)
+    wanted = finished(total.permute(0, 2, 3, 1), scale, offset, made).permute(0, 3, 1, 2)
+    tiles = [
+        tile for tile in int8.stem_tiles(10**6, 32, depth, has_pairs=True) if tile.columns > 32
+    ]
+    assert tiles
+    for tile in tiles:
+        found = int8.convolve_stem(x, pairs, window, (0.02, 0), made, tile, rest)
+        assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("channels", [32, 48])
