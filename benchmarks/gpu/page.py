@@ -28,7 +28,15 @@ from penstock.report.page import Card, Drawn, drawn, rendered
 from penstock.report.tables import Cell
 
 HERE = Path(__file__).resolve().parent
-TITLES = {"resnet50": "ResNet-50", "bert-large": "BERT-large", "vit-b": "ViT-B/16"}
+TITLES = {
+    "resnet50": "ResNet-50",
+    "bert-large": "BERT-large",
+    "vit-b": "ViT-B/16",
+    "efficientnet-b0": "EfficientNet-B0",
+    "mobilenet-v2": "MobileNetV2",
+    "detector": "YOLO-like detector, 640 x 640",
+}
+SERVED_HEAD = ("row", "clients", "rows/s", "GPU busy", "power, W", "rows of a batch", "p50, ms")
 UNITS = {"bert-large": "sequences/s"}
 OPTIMIZED = "gpu_optimize_"
 EXPECTED = "expected what benchmarks/gpu/run.py or optimize.py writes"
@@ -131,6 +139,8 @@ def page(sections: Sequence[Section]) -> str:
                 "head": ["row", "batch", "waited, ms", f"on the device, {each.unit}"]
                 + [f"host-fed, {each.unit}", "error"],
                 "rows": list(table(each.found)),
+                "served_head": [*SERVED_HEAD, "p99, ms"],
+                "served": list(served_table(each.found)),
                 "failed": failed(each.found),
                 "chosen": chosen_text(each.optimized),
                 "tries": list(tries(each.optimized)),
@@ -199,12 +209,26 @@ def cards(section: Section) -> Iterator[Card]:
 def table(found: Found) -> Iterator[list[Cell]]:
     keys = ("waited_ms", "device_per_s", "host_per_s")
     for name, loads in techniques.rows_of(found).items():
-        for load, row in loads.items():
+        for load, row in loads.items() if not techniques.is_served(loads) else ():
             figures = [row.get(key) for key in keys]
             texts = [units.UNKNOWN if not each else _figure(each) for each in figures]
             error = row.get("error")
             last = units.UNKNOWN if error is None else f"{error:.1e}"
             yield [Cell(name), Cell(load), *map(Cell, texts), Cell(last)]
+
+
+def served_table(found: Found) -> Iterator[list[Cell]]:
+    """Without and with dynamic batching."""
+    keys = ("power_watts", "mean_batch", "p50_ms", "p99_ms")
+    for name, loads in techniques.rows_of(found).items():
+        row = techniques.last(loads)
+        if not techniques.is_served(loads):
+            continue
+        share = row.get("utilization")
+        busy = units.UNKNOWN if share is None else f"{share:.0%}"
+        texts = [units.UNKNOWN if not row.get(key) else _figure(row[key]) for key in keys]
+        first = [name, str(row["clients"]), _figure(row[techniques.SERVED]), busy]
+        yield [Cell(text) for text in (*first, *texts)]
 
 
 def _figure(value: float) -> str:
