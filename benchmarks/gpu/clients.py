@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from penstock.config import ModelConfig
+from penstock.config import CPU, ModelConfig
 from penstock.serving import local
 from penstock.serving.local import LocalModel
 from penstock.system import devices
@@ -65,10 +66,17 @@ class Clients:
         self._send()
 
 
-def served(config: ModelConfig, rows: Sequence[Arrays], count: int, seconds: float) -> dict:
-    """Rows a second, latency, mean batch and the GPU's utilisation of `count` clients."""
-    with LocalModel(local.place_here(config)) as model:
-        return measured(model, rows, count, seconds, is_on_gpu=config.device != "cpu")
+def served(
+    config: ModelConfig,
+    rows: Sequence[Arrays],
+    count: int,
+    seconds: float,
+    hold: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dict[str, float]:
+    """Rows a second, latency, mean batch and the GPU's utilisation of `count` clients, measured
+    while the GPU is held."""
+    with LocalModel(local.place_here(config)) as model, hold():
+        return measured(model, rows, count, seconds, is_on_gpu=config.device != CPU)
 
 
 def measured(

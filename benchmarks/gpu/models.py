@@ -92,19 +92,18 @@ def runs_on(technique: Technique, device: str) -> bool:
     return device != "cpu" or not (is_of_gpus or "penstock.fp8" in technique.options)
 
 
-# Served: so many clients, and rows of a batch.
-NUM_CLIENTS, MAX_BATCH = 128, 64
-# max-autotune compiles for minutes.
-AUTOTUNE_S = 420.0
+# Served: rows of a batch, and clients for each of them: one waits while the other is answered.
+MAX_BATCH, CLIENTS_A_ROW = 64, 2
+# Tuning and max-autotune take longer than other rows.
+TUNING_S, AUTOTUNE_S = 240.0, 420.0
 
 
-def served(name: str, technique: Technique) -> dict[str, Technique]:
+def served(name: str, technique: Technique, max_batch: int = MAX_BATCH) -> dict[str, Technique]:
     """A technique as a server runs it, without and with dynamic batching."""
+    technique = replace(technique, num_clients=CLIENTS_A_ROW * max_batch)
     return {
-        f"{name}, served one by one": replace(technique, num_clients=NUM_CLIENTS, max_batch=1),
-        f"{name}, served in batches": replace(
-            technique, num_clients=NUM_CLIENTS, max_batch=MAX_BATCH
-        ),
+        f"{name}, served one by one": replace(technique, max_batch=1),
+        f"{name}, served in batches": replace(technique, max_batch=max_batch),
     }
 
 
@@ -114,8 +113,9 @@ def autotuned(options: Mapping[str, str]) -> dict[str, Technique]:
     return {"fp16 max-autotune, graphs": technique}
 
 
-def for_images(fuse: str) -> dict[str, Technique]:
-    """Of a convolutional network. The first is what answers are compared with."""
+def for_images(fuse: str, max_batch: int = MAX_BATCH) -> dict[str, Technique]:
+    """Of a convolutional network; a server's batches have up to so many rows. The first is what
+    answers are compared with."""
     fused = {**HALF, "penstock.fuse": fuse}
     graphed = Technique({**fused, **GRAPHS}, "FP16")
     last_graphed = Technique({**LAST, **GRAPHS}, "FP16")
@@ -128,11 +128,11 @@ def for_images(fuse: str) -> dict[str, Technique]:
         "fp16 channels-last, graphs": last_graphed,
         "fp16 compile": Technique(COMPILED, "FP16"),
         "fp16 compile, graphs": Technique({**COMPILED, **GRAPHS}, "FP16"),
-        "fp16 fused": Technique(fused, "FP16"),
+        "fp16 fused": Technique(fused, "FP16", limit_s=TUNING_S),
         "fp16 fused, graphs": graphed,
-        "int8 fused, graphs": Technique({**fused, **GRAPHS}, is_int8=True, limit_s=240.0),
+        "int8 fused, graphs": Technique({**fused, **GRAPHS}, is_int8=True, limit_s=TUNING_S),
         **fed("fp16 fused, graphs", graphed),
-        **served("fp16 channels-last, graphs", last_graphed),
+        **served("fp16 channels-last, graphs", last_graphed, max_batch),
     }
 
 
@@ -680,7 +680,8 @@ MODELS: dict[str, Model] = {
         "detector",
         {"image": Tensor("FP32", (3, 640, 640))},
         {"boxes": Tensor("FP32", (144, 8400))},
-        FOR_IMAGES,
+        # A row and its answer are 7 MB.
+        for_images("on", max_batch=16),
         (1, 32),
         "detector_tiny",
         {"image": Tensor("FP32", (3, 64, 64))},

@@ -2,6 +2,7 @@
 `optimize.py` write; on any machine.
 
     python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --html gpu.html
+    python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --markdown      the table alone
 """
 
 from __future__ import annotations
@@ -94,14 +95,20 @@ class Section:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", nargs="+", type=Path, help="files of run.py and optimize.py")
-    parser.add_argument("--html", type=Path, required=True, help="where the page goes")
+    parser.add_argument("--html", type=Path, help="where the page goes")
+    parser.add_argument("--markdown", action="store_true", help="print the table of all networks")
     args = parser.parse_args()
+    if not args.html and not args.markdown:
+        parser.error("nothing to do; expected --html FILE or --markdown")
     try:
-        text = page(read(args.results))
+        sections = read(args.results)
     except ConfigError as error:
         raise SystemExit("\n".join(error.problems)) from None
-    args.html.write_text(text)
-    print(args.html)
+    if args.markdown:
+        print(markdown(sections))
+    if args.html:
+        args.html.write_text(page(sections))
+        print(args.html)
 
 
 def read(paths: Sequence[Path]) -> list[Section]:
@@ -147,10 +154,42 @@ def page(sections: Sequence[Section]) -> str:
             }
             for each in sections
         ],
+        "summary_head": ["technique", "guides claim", *(each.title for each in sections)],
+        "summary": list(summary(sections)),
         "claims": CLAIMS.values(),
         "unmeasured": unmeasured(sections),
     }
     return rendered("gpu.html.jinja", values, HERE)
+
+
+def summary(sections: Sequence[Section]) -> Iterator[list[Cell]]:
+    """What each technique gives each network, beside what guides claim for it."""
+    for key, claim in CLAIMS.items():
+        found = [techniques.best_gain(each.found, key) for each in sections]
+        if any(found):
+            gave = (_gain_cell(each) for each in found)
+            yield [Cell(claim.name), Cell(drawing.claimed(claim)), *gave]
+
+
+def _gain_cell(gain: techniques.Gain | None) -> Cell:
+    """One alone and the largest batch; of a server, its rate."""
+    if gain is None:
+        return Cell(units.UNKNOWN)
+    texts = [
+        f"{drawing.times(value)} {name}".strip()
+        for value, name in ((gain.alone, "alone"), (gain.largest, "" if gain.detail else "batch"))
+        if not math.isnan(value)
+    ]
+    return Cell(", ".join(texts), gain.detail)
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """The table of all networks, as text."""
+    head = ["technique", "guides claim", *(each.title for each in sections)]
+    lines = [head, ["---"] * len(head)]
+    for row in summary(sections):
+        lines.append([f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def figures(section: Section) -> list[Drawn]:
@@ -163,7 +202,7 @@ def figures(section: Section) -> list[Drawn]:
 def headline(sections: Sequence[Section]) -> str:
     """The largest gain and the largest loss against what guides say, in one sentence."""
     gains = [
-        (max(g for g in (each.alone, each.largest) if not math.isnan(g)), each, section)
+        (each.best, each, section)
         for section in sections
         for each in techniques.gains(section.found)
         if each.technique != "batching"

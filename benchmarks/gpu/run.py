@@ -392,8 +392,7 @@ def in_this_process(args: argparse.Namespace) -> dict[str, Any]:
     machine = "CPU, no figures" if device == CPU else torch.cuda.get_device_name(device)
     row: dict[str, Any] = {"machine": machine, "load_s": 0.0, "built": {}, "batches": {}}
     if technique.num_clients:
-        with lock.alone():
-            row["batches"] = served(shard, technique, device)
+        row["batches"] = served(shard, technique, device, lock)
         return row | {"waited_s": round(lock.waited_s, 1)}
     for config, loads in loaded_for(shard, technique):
         began = time.monotonic()
@@ -454,13 +453,14 @@ def loaded_for(shard: Shard, technique: Technique) -> Iterator[tuple[ModelConfig
         yield replace(config, max_batch_size=0, batching=BatchPolicy(0), **fixed), [load]
 
 
-def served(shard: Shard, technique: Technique, device: str) -> dict[str, Any]:
+def served(shard: Shard, technique: Technique, device: str, lock: GpuLock) -> dict[str, Any]:
     config = replace(shard.config(technique), device=CPU if device == CPU else EACH_GPU)
     most, count, seconds = technique.max_batch, technique.num_clients, SERVED_S
     if device == CPU:
         most, count, seconds = min(most, 2), 4, 0.2
     config = clients.as_served(config, most)
-    return {f"{count} clients": clients.served(config, shard.rows(technique), count, seconds)}
+    found = clients.served(config, shard.rows(technique), count, seconds, lock.alone)
+    return {f"{count} clients": found}
 
 
 def tensors(model: Model, is_tiny: bool) -> dict[str, Tensor]:

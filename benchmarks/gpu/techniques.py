@@ -141,7 +141,7 @@ CLAIMS: Mapping[str, Claim] = {
 # What is looked at: time of one alone and rate of the largest batch on the device, or host-fed; or
 # the rate of a server's clients.
 Kind = Literal["device", "host", "served"]
-SERVED = "served_per_s"
+SERVED, SERVED_IN_BATCHES = "served_per_s", "served in batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _fed(base: str) -> tuple[Step, ...]:
 
 
 def _served(base: str) -> Step:
-    return Step("batching", f"{base}, served one by one", f"{base}, served in batches", "served")
+    return Step("batching", f"{base}, served one by one", f"{base}, {SERVED_IN_BATCHES}", "served")
 
 
 # The first whose rows are there counts, of those with the same technique and last row.
@@ -243,6 +243,13 @@ class Gain:
     # Times as fast: one alone, and the largest batch.
     alone: float
     largest: float
+    # How busy the GPU was before and after.
+    detail: str = ""
+
+    @property
+    def best(self) -> float:
+        """The larger of both; NaN where neither is known."""
+        return max((g for g in (self.alone, self.largest) if not math.isnan(g)), default=math.nan)
 
     @property
     def is_known(self) -> bool:
@@ -277,11 +284,20 @@ def gains(found: Found) -> list[Gain]:
     )
 
 
+def best_gain(found: Found, technique: str) -> Gain | None:
+    """Of the steps of a technique the one that gave most; dynamic batching as a server does it
+    where that was measured."""
+    own = [each for each in gains(found) if each.technique == technique]
+    served = [each for each in own if SERVED_IN_BATCHES in each.label]
+    return max(served or own, key=lambda each: each.best, default=None)
+
+
 def _gain(step: Step, before: Found, after: Found) -> Gain:
     label = f"{step.before} → {step.after}"
     if step.kind == "served":
-        found = ratio(last(after), last(before), SERVED)
-        return Gain(step.technique, label + _busy(last(before), last(after)), math.nan, found)
+        one, other = last(before), last(after)
+        label = f"{step.before} → {SERVED_IN_BATCHES}{_in_brackets(busy(one, other))}"
+        return Gain(step.technique, label, math.nan, ratio(other, one, SERVED), busy(one, other))
     one, other = before.get(ALONE, {}), after.get(ALONE, {})
     if step.kind == "host":
         alone = ratio(other, one, "host_per_s")
@@ -298,12 +314,16 @@ def _gain(step: Step, before: Found, after: Found) -> Gain:
     return Gain(step.technique, label, alone, largest)
 
 
-def _busy(before: Found, after: Found) -> str:
+def busy(before: Found, after: Found) -> str:
     """How busy the GPU was, where it told."""
     shares = [each.get("utilization") for each in (before, after)]
     if any(each is None for each in shares):
         return ""
-    return " (GPU busy {:.0%} → {:.0%})".format(*shares)
+    return "GPU busy {:.0%} → {:.0%}".format(*shares)
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def _alone(before: Found, after: Found) -> float:
