@@ -142,7 +142,8 @@ def test_rows_of_several_networks_run_in_one_call(tmp_path) -> None:
         assert "2 techniques, 2 at a time" in ended.stdout
     for model in ("efficientnet-b0", "detector"):
         rows = json.loads((tmp_path / f"gpu_{model}.json").read_text())["techniques"]
-        int8, served = rows.values()
+        int8 = rows["int8 fused, graphs"]
+        served = rows["fp16 channels-last, graphs, served in batches"]
         assert int8["built"]["form"] == "ONNX" and 0 < int8["batches"]["2"]["error"] < 0.3
         assert served["batches"]["4 clients"]["served_per_s"] > 0
 
