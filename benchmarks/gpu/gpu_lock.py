@@ -66,10 +66,12 @@ class GpuLock:
 
 
 def time_kernels_in_turns(lock: GpuLock) -> None:
-    """Tuners of this process compile together with other processes, and time alone."""
+    """Tuners of this process compile together with other processes, and time alone. cuDNN times
+    its algorithms by itself at the first call of a shape, so a layer is held alone as a whole."""
     from penstock.kernels.convolution import GpuTimer, Tuner
 
     _wrap(GpuTimer, "seconds", lock.alone)
+    _wrap(Tuner, "_fastest", lock.alone)
     _wrap(Tuner, "_compile", lock.together)
 
 

@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--onnx", action="store_true", help="the network from an ONNX file")
     parser.add_argument("--technique", default="", help=argparse.SUPPRESS)
     parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tuned", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = list(dict.fromkeys(n for m in args.model for n in (ALL if m == "all" else (m,))))
     if args.out and len(names) > 1:
@@ -353,6 +354,7 @@ def in_a_child(
     """`limit_s` is of its own work, `patience_s` of waiting for others too."""
     command = [sys.executable, __file__, "--model", task.model, "--device", args.device]
     command += ["--limit", str(limit_s), *["--onnx"] * args.onnx, *["--keep"] * task.keeps]
+    command += ["--tuned"] * bool(task.waits_for)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     began = time.monotonic()
     answer: dict[str, Any] = {}
@@ -395,12 +397,13 @@ def in_this_process(args: argparse.Namespace) -> dict[str, Any]:
         row["batches"] = served(shard, technique, device, lock)
         return row | {"waited_s": round(lock.waited_s, 1)}
     for config, loads in loaded_for(shard, technique):
-        began = time.monotonic()
+        began, waited_s = time.monotonic(), lock.waited_s
         with calling(lock, technique, is_loading=True):
             runners = [backend("pytorch")(config) for _ in range(technique.num_copies)]
-        row["load_s"] += time.monotonic() - began
+        row["load_s"] += time.monotonic() - began - (lock.waited_s - waited_s)
         for load in loads:
-            row["batches"][load.name] = ready(shard, name, runners, load, lock)
+            with_gpu = calling(lock, technique, is_tuned=args.tuned)
+            row["batches"][load.name] = ready(shard, name, runners, load, lock, with_gpu)
         if args.keep:
             keep(Path(config.artifact).parent, runners[0])
         with lock.alone():
@@ -413,12 +416,16 @@ def in_this_process(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ready(
-    shard: Shard, name: str, runners: Sequence[Any], load: Load, lock: GpuLock
+    shard: Shard,
+    name: str,
+    runners: Sequence[Any],
+    load: Load,
+    lock: GpuLock,
+    with_gpu: AbstractContextManager[None],
 ) -> dict[str, Any]:
-    """First answers, kept for comparing, and how long they took."""
-    technique = shard.techniques.get(name, Technique({}))
+    """First answers, kept for comparing, and how long they took without waiting for others."""
     began, waited_s = time.monotonic(), lock.waited_s
-    with calling(lock, technique):
+    with with_gpu:
         found = shard.compared(load, [answers(runner, load) for runner in runners][0])
     ready_s = time.monotonic() - began - (lock.waited_s - waited_s)
     if found:
@@ -427,16 +434,16 @@ def ready(
 
 
 def calling(
-    lock: GpuLock, technique: Technique, *, is_loading: bool = False
+    lock: GpuLock, technique: Technique, *, is_loading: bool = False, is_tuned: bool = False
 ) -> AbstractContextManager[None]:
     """How the GPU is held while a model is loaded or called for the first time."""
     kernels = kernels_of(technique)
     if AUTOTUNE in kernels:
         return lock.alone()
-    if kernels:
-        # Tuners hold it by themselves while they compile and while they time.
-        return lock.together() if kernels[0] == "compile" else nullcontext()
-    return nullcontext() if is_loading else lock.alone()
+    if kernels and kernels[0] == "compile":
+        return lock.together()
+    # Tuners hold it by themselves while they compile and while they time.
+    return nullcontext() if is_loading or (kernels and not is_tuned) else lock.alone()
 
 
 def loaded_for(shard: Shard, technique: Technique) -> Iterator[tuple[ModelConfig, list[Load]]]:

@@ -169,8 +169,37 @@ def test_tuners_compile_together_and_time_alone(gpu_lock, monkeypatch) -> None:
 
     monkeypatch.setattr(convolution.GpuTimer, "seconds", lambda self, call: 1.0)
     monkeypatch.setattr(convolution.Tuner, "_compile", lambda self, cases: None)
+    monkeypatch.setattr(convolution.Tuner, "_fastest", lambda self, key, case: "torch")
     gpu_lock.time_kernels_in_turns(Watched())
     timer = convolution.GpuTimer.__new__(convolution.GpuTimer)
     assert timer.seconds(lambda: None) == 1.0
-    convolution.Tuner(timer, None)._compile([])
-    assert held == ["alone", "together"]
+    tuner = convolution.Tuner(timer, None)
+    tuner._compile([])
+    assert tuner._fastest("a", None) == "torch"
+    assert held == ["alone", "together", "alone"]
+
+
+def test_who_compiles_shares_the_gpu_and_who_runs_has_it_alone(scheduling, models) -> None:
+    pytest.importorskip("safetensors")
+    import run
+
+    class Named:
+        def alone(self) -> str:
+            return "alone"
+
+        def together(self) -> str:
+            return "together"
+
+    rows = models.MODELS["resnet50"].techniques
+
+    def held(name: str, **how: bool) -> object:
+        found = run.calling(Named(), rows[name], **how)
+        return found if isinstance(found, str) else "free"
+
+    assert held("fp16 eager", is_loading=True) == "free" and held("fp16 eager") == "alone"
+    assert held("fp16 compile", is_loading=True) == held("fp16 compile") == "together"
+    assert held("fp16 max-autotune, graphs", is_loading=True) == "alone"
+    # Its tuner takes it; afterwards only cuDNN has to choose, at the first call.
+    assert held("fp16 fused") == "free"
+    assert held("fp16 fused, graphs", is_tuned=True) == "alone"
+    assert held("fp16 fused, graphs", is_tuned=True, is_loading=True) == "free"
