@@ -20,6 +20,8 @@ from pathlib import Path
 
 # How often a child looks at its limit.
 LOOK_S = 0.5
+# How they hold the GPU.
+TUNER_METHODS = {"_fastest": "alone", "_compile": "together"}
 
 
 class GpuLock:
@@ -71,8 +73,8 @@ def time_kernels_in_turns(lock: GpuLock) -> None:
     from penstock.kernels.convolution import GpuTimer, Tuner
 
     _wrap(GpuTimer, "seconds", lock.alone)
-    _wrap(Tuner, "_fastest", lock.alone)
-    _wrap(Tuner, "_compile", lock.together)
+    for name, how in TUNER_METHODS.items():
+        _wrap(Tuner, name, getattr(lock, how))
 
 
 def _wrap(kind: type, name: str, hold: Callable[[], AbstractContextManager[None]]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 FOREVER = float("inf")
@@ -167,16 +167,28 @@ def test_tuners_compile_together_and_time_alone(gpu_lock, monkeypatch) -> None:
             held.append("together")
             yield
 
+    class Doubled:
+        """A layer with two ways to the same answer."""
+
+        def key(self, x) -> str:
+            return "doubled"
+
+        def implementations(self, x):
+            return {convolution.REFERENCE: lambda x: x + x, "other": lambda x: 2 * x}
+
     monkeypatch.setattr(convolution.GpuTimer, "seconds", lambda self, call: 1.0)
-    monkeypatch.setattr(convolution.Tuner, "_compile", lambda self, cases: None)
-    monkeypatch.setattr(convolution.Tuner, "_fastest", lambda self, key, case: "torch")
+    monkeypatch.setattr(convolution.GpuTimer, "done", lambda self: None)
+    # Put back behind this test.
+    for name in gpu_lock.TUNER_METHODS:
+        monkeypatch.setattr(convolution.Tuner, name, getattr(convolution.Tuner, name))
     gpu_lock.time_kernels_in_turns(Watched())
     timer = convolution.GpuTimer.__new__(convolution.GpuTimer)
-    assert timer.seconds(lambda: None) == 1.0
-    tuner = convolution.Tuner(timer, None)
-    tuner._compile([])
-    assert tuner._fastest("a", None) == "torch"
-    assert held == ["alone", "together", "alone"]
+    tuner = convolution.Tuner(timer, torch.device("cpu"))
+    assert tuner.find(Doubled(), torch.ones(2)) is None
+    tuner.tune()
+    # A layer as a whole, and each of its two ways in it.
+    assert held == ["together", "alone", "alone", "alone"]
+    assert tuner.find(Doubled(), torch.ones(2)) is not None
 
 
 def test_who_compiles_shares_the_gpu_and_who_runs_has_it_alone(scheduling, models) -> None:
