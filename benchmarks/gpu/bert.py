@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from measuring import Load
-from models import Technique, fed, runs_on
+from models import Technique, fed, runs_on, served
 
 from penstock.backends import torch_packing
 from penstock.backends.pytorch import load_module
@@ -161,6 +161,7 @@ TECHNIQUES: Mapping[str, Technique] = {
     "packed FP8, CUDA graphs": Technique(BF16 | PACKED | FP8 | GRAPHS),
     "packed FP8 by row, CUDA graphs": Technique(BF16 | PACKED | BY_ROW | GRAPHS),
     **fed("packed BF16, CUDA graphs", PACKED_GRAPHED),
+    **served("padded BF16, CUDA graphs", Technique(BF16 | GRAPHS), max_batch=32),
     "padded BF16, compile": Technique(BF16 | COMPILED),
     "padded BF16, compile, CUDA graphs": Technique(BF16 | COMPILED | GRAPHS),
 }
@@ -282,6 +283,15 @@ class Sequences:
             replace(self._load("1", alone, SEED), amount=1.0),
             self._load(str(len(few)), few, SEED),
             self._load("full", full, SEED),
+        ]
+
+    def rows(self, technique: Technique) -> list[dict[str, np.ndarray]]:
+        """Sequences as long as they are."""
+        lengths = draw_lengths(self.scale, NUM_FEW, SEED)
+        batch = batch_of(self.scale, lengths, SEED)
+        return [
+            {name: each[index : index + 1, :length].copy() for name, each in batch.items()}
+            for index, length in enumerate(lengths)
         ]
 
     def _load(self, name: str, lengths: np.ndarray, seed: int) -> Load:

@@ -51,7 +51,7 @@ def _gains(gains: Sequence[Gain]) -> Plot | None:
         replace(
             _group("at best", -0.27, (lows, highs), GREY),
             texts=texts,
-            labels=tuple(map(_claimed, claims)),
+            labels=tuple(map(claimed, claims)),
             outlined=(True,) * len(claims),
         ),
     ]
@@ -97,7 +97,7 @@ def _name(gain: Gain) -> str:
     return "\n".join([CLAIMS[gain.technique].name, *textwrap.wrap(gain.label, BESIDE)])
 
 
-def _claimed(claim: techniques.Claim) -> str:
+def claimed(claim: techniques.Claim) -> str:
     if not claim.low or not claim.high:
         return "no figure"
     return times(claim.low) if claim.low == claim.high else f"{claim.low:g}-{times(claim.high)}"

@@ -25,53 +25,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import torch
 from measuring import Load, answers, on_device
 from models import GRAPHS, MODELS, Technique
+from onnx_files import quantised_version
 from run import Images
 
 from penstock.backends import backend
 from penstock.config import ModelConfig
-from penstock.optimizer import onnx_model
-from penstock.optimizer.passes import int8_static
 
 HALF_FUSED = Technique({"penstock.dtype": "fp16", "penstock.fuse": "convolutions", **GRAPHS})
 NUM_ROUNDS = 3
 NUM_CALIBRATED = 8
-
-
-def quantised(path: Path, images: np.ndarray, name: str) -> Path:
-    """The same network with Q/DQ nodes, beside the file."""
-    target = path.with_name("model_int8.onnx")
-    if target.is_file():
-        return target
-    ready = onnx_model.prepared(onnx_model.read(path))
-    scheme = int8_static.Scheme("minmax", True, False, False, is_gpu=True)
-    names = onnx_model.float_tensors(ready.graph, scheme.operators)
-    watched = onnx.ModelProto()
-    watched.CopyFrom(ready)
-    known = {each.name for each in watched.graph.output}
-    watched.graph.output.extend(
-        onnx.helper.make_empty_tensor_value_info(each) for each in names if each not in known
-    )
-    session = ort.InferenceSession(watched.SerializeToString())
-    values = dict(
-        zip(
-            [each.name for each in session.get_outputs()],
-            session.run(None, {name: images}),
-            strict=True,
-        )
-    )
-    values[name] = images
-    ranges = {
-        each: (float(values[each].min()), float(values[each].max()))
-        for each in names
-        if each in values
-    }
-    onnx.save(int8_static.quantised(ready, ranges, scheme), target)
-    return target
 
 
 def opened(config: ModelConfig) -> tuple[Any, float]:
@@ -93,12 +58,10 @@ def main() -> None:
     config = shard.config(HALF_FUSED)
     first = shard.loads(HALF_FUSED)
     name = config.inputs[0].name
-    path = quantised(Path(config.artifact), first[0].inputs[name][:NUM_CALIBRATED], name)
+    images = first[0].inputs[name][:NUM_CALIBRATED]
     # A folder of its own, for its choices of kernels.
-    folder = path.parent.with_name("int8")
-    folder.mkdir(exist_ok=True)
-    artifact = folder / "model.onnx"
-    artifact.write_bytes(path.read_bytes())
+    artifact = quantised_version(Path(config.artifact), images, name)
+    folder = artifact.parent
     half, _ = opened(config)
     with_bytes, load_s = opened(replace(config, artifact=str(artifact)))
     rows: dict[str, Any] = {}

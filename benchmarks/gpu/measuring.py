@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from penstock.backends import Batch
 NUM_COMPARED = 8
 # The first is tuned and captured, the second replays it.
 NUM_WARM = 3
+# A rate is the median of so many parts: another process that loads disturbs one of them. Fewer
+# where a batch takes long.
+NUM_PARTS, FEW_PARTS = 5, 3
 Arrays = dict[str, np.ndarray]
 
 
@@ -84,13 +88,16 @@ def on_device(runner: Any, load: Load, seconds: float) -> dict[str, float]:
             pipeline.device.mark("compute").synchronize()
 
         waited_s = median_s(waited, seconds / 4)
-        count = max(5, int(seconds / waited_s))
-        begin = pipeline.device.mark("compute")
-        for _ in range(count):
-            pipeline.run(there, load.num_tokens)
-        end = pipeline.device.mark("compute")
-        end.synchronize()
-        each_s = begin.elapsed_time(end) / 1e3 / count
+        num_parts = NUM_PARTS if NUM_PARTS * waited_s < seconds else FEW_PARTS
+        count = max(1, int(seconds / num_parts / waited_s))
+        marks = [pipeline.device.mark("compute")]
+        for _ in range(num_parts):
+            for _ in range(count):
+                pipeline.run(there, load.num_tokens)
+            marks.append(pipeline.device.mark("compute"))
+        marks[-1].synchronize()
+        parts = [one.elapsed_time(other) for one, other in pairwise(marks)]
+        each_s = statistics.median(parts) / 1e3 / count
     return {"waited_ms": waited_s * 1e3, **rates("device", load, each_s)}
 
 
@@ -111,15 +118,26 @@ def from_host(
     waited_s = median_s(lambda: list(runner.start(batch).wait()), seconds / 4)
     began = time.perf_counter()
     begun = deque(each.start(batch) for each, batch in ready)
-    num_done = 0
+    ends = [began]
     while begun:
         list(begun.popleft().wait())
-        num_done += 1
-        if time.perf_counter() - began < seconds:
-            runner, batch = ready[(num_done - 1) % number]
+        ends.append(time.perf_counter())
+        if ends[-1] - began < seconds:
+            runner, batch = ready[(len(ends) - 2) % number]
             begun.append(runner.start(batch))
-    each_s = (time.perf_counter() - began) / num_done
+    each_s = typical_s(ends, number)
     return {"host_waited_ms": waited_s * 1e3, **rates("host", load, each_s)}
+
+
+def typical_s(ends: Sequence[float], number: int) -> float:
+    """Seconds from one end to the next, of `number` on their way that may end together: the median
+    of some parts, or the mean of few."""
+    num_done = len(ends) - 1
+    count = num_done // NUM_PARTS // number * number
+    if not count:
+        return (ends[-1] - ends[0]) / num_done
+    marks = ends[::count]
+    return statistics.median(other - one for one, other in pairwise(marks)) / count
 
 
 def unpinned(runner: Any, load: Load, seconds: float) -> dict[str, float]:
@@ -169,8 +187,7 @@ def pinned(runner: Any, inputs: Arrays) -> Arrays:
 
 
 def median_s(run: Callable[[], object], seconds: float) -> float:
-    for _ in range(3):
-        run()
+    run()
     times: list[float] = []
     began = time.perf_counter()
     while time.perf_counter() - began < seconds or len(times) < 3:

@@ -42,6 +42,15 @@ class Technique:
     is_pinned: bool = True
     # The model so often on the device, each with streams of its own.
     num_copies: int = 1
+    # From the ONNX file with Q/DQ nodes.
+    is_int8: bool = False
+    # Loaded for each batch size by itself, as a compiler that times kernels needs it.
+    is_fixed: bool = False
+    # Of the process, in seconds, where it needs more than others.
+    limit_s: float = 0.0
+    # Served in this process to so many clients, in batches of up to so many rows.
+    num_clients: int = 0
+    max_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class Model:
     # For a machine without a GPU: does everything run?
     tiny: str = ""
     tiny_inputs: Mapping[str, Tensor] | None = None
+    tiny_outputs: Mapping[str, Tensor] | None = None
 
 
 # Mean and deviation of red, green and blue.
@@ -82,22 +92,57 @@ def runs_on(technique: Technique, device: str) -> bool:
     return device != "cpu" or not (is_of_gpus or "penstock.fp8" in technique.options)
 
 
-FUSED_GRAPHED = Technique({**FUSED, **GRAPHS}, "FP16")
-# The first is what answers are compared with. max-autotune is left out: it compiles for minutes.
-FOR_IMAGES = {
-    "fp32 eager": Technique({}),
-    "fp32 without tf32": Technique({"penstock.dtype": "fp32"}),
-    "fp16 eager": Technique(HALF, "FP16"),
-    "bf16 eager": Technique(BF16, "FP16"),
-    "fp16 channels-last": Technique(LAST, "FP16"),
-    "fp16 channels-last, graphs": Technique({**LAST, **GRAPHS}, "FP16"),
-    "fp16 fused": Technique(FUSED, "FP16"),
-    "fp16 fused, graphs": FUSED_GRAPHED,
+# Served: rows of a batch, and clients for each of them: one waits while the other is answered.
+MAX_BATCH, CLIENTS_A_ROW = 64, 2
+# Tuning and max-autotune take longer than other rows.
+TUNING_S, AUTOTUNE_S = 240.0, 420.0
+
+
+def served(name: str, technique: Technique, max_batch: int = MAX_BATCH) -> dict[str, Technique]:
+    """A technique as a server runs it, without and with dynamic batching."""
+    technique = replace(technique, num_clients=CLIENTS_A_ROW * max_batch)
+    return {
+        f"{name}, served one by one": replace(technique, max_batch=1),
+        f"{name}, served in batches": replace(technique, max_batch=max_batch),
+    }
+
+
+def autotuned(options: Mapping[str, str]) -> dict[str, Technique]:
+    options = {**options, **GRAPHS, "penstock.compile": "max-autotune"}
+    technique = Technique(options, "FP16", is_fixed=True, limit_s=AUTOTUNE_S)
+    return {"fp16 max-autotune, graphs": technique}
+
+
+def for_images(fuse: str, max_batch: int = MAX_BATCH) -> dict[str, Technique]:
+    """Of a convolutional network; a server's batches have up to so many rows. The first is what
+    answers are compared with."""
+    fused = {**HALF, "penstock.fuse": fuse}
+    graphed = Technique({**fused, **GRAPHS}, "FP16")
+    last_graphed = Technique({**LAST, **GRAPHS}, "FP16")
+    return {
+        "fp32 eager": Technique({}),
+        "fp32 without tf32": Technique({"penstock.dtype": "fp32"}),
+        "fp16 eager": Technique(HALF, "FP16"),
+        "bf16 eager": Technique(BF16, "FP16"),
+        "fp16 channels-last": Technique(LAST, "FP16"),
+        "fp16 channels-last, graphs": last_graphed,
+        "fp16 compile": Technique(COMPILED, "FP16"),
+        "fp16 compile, graphs": Technique({**COMPILED, **GRAPHS}, "FP16"),
+        "fp16 fused": Technique(fused, "FP16", limit_s=TUNING_S),
+        "fp16 fused, graphs": graphed,
+        "int8 fused, graphs": Technique({**fused, **GRAPHS}, is_int8=True, limit_s=TUNING_S),
+        **fed("fp16 fused, graphs", graphed),
+        **served("fp16 channels-last, graphs", last_graphed, max_batch),
+    }
+
+
+FOR_RESNET = {
+    **for_images("convolutions"),
     "bf16 fused, graphs": Technique({**FUSED, **GRAPHS, **BF16}, "FP16"),
-    "fp16 compile": Technique(COMPILED, "FP16"),
-    "fp16 compile, graphs": Technique({**COMPILED, **GRAPHS}, "FP16"),
-    **fed("fp16 fused, graphs", FUSED_GRAPHED),
+    **autotuned(LAST),
 }
+# Gates and depthwise layers are fused with the rest.
+FOR_IMAGES = for_images("on")
 # Of the same length all: nothing to pack.
 FOR_PATCHES = {
     "fp32 eager": Technique({}),
@@ -108,7 +153,15 @@ FOR_PATCHES = {
     "bf16 graphs": Technique({**BF16, **GRAPHS}, "FP16"),
     "fp16 compile": Technique({**HALF, "penstock.compile": "default"}, "FP16"),
     "fp16 compile, graphs": Technique({**GRAPHED, "penstock.compile": "default"}, "FP16"),
+    "fp16 fused transformer": Technique({**HALF, "penstock.fuse": "transformer"}, "FP16"),
+    "fp16 fused transformer, graphs": Technique(
+        {**GRAPHED, "penstock.fuse": "transformer"}, "FP16"
+    ),
+    # Fusion of transformers takes the linear layers for itself.
+    "fp8 by row, graphs": Technique({**GRAPHED, "penstock.fp8": "rowwise"}, "FP16"),
     **fed("fp16 graphs", Technique(GRAPHED, "FP16")),
+    **served("fp16 graphs", Technique(GRAPHED, "FP16")),
+    **autotuned(HALF),
 }
 
 
@@ -591,7 +644,7 @@ MODELS: dict[str, Model] = {
         "resnet50",
         {"image": Tensor("FP32", (3, 224, 224))},
         {"scores": Tensor("FP32", (1000,))},
-        FOR_IMAGES,
+        FOR_RESNET,
         (1, 32, 256),
         "resnet_tiny",
         {"image": Tensor("FP32", (3, 32, 32))},
@@ -601,8 +654,37 @@ MODELS: dict[str, Model] = {
         {"image": Tensor("FP32", (3, 224, 224))},
         {"scores": Tensor("FP32", (1000,))},
         FOR_PATCHES,
-        (1, 32, 256),
+        (1, 32, 128),
         "vit_tiny",
         {"image": Tensor("FP32", (3, 32, 32))},
+    ),
+    "efficientnet_b0": Model(
+        "efficientnet_b0",
+        {"image": Tensor("FP32", (3, 224, 224))},
+        {"scores": Tensor("FP32", (1000,))},
+        FOR_IMAGES,
+        (1, 256),
+        "efficientnet_tiny",
+        {"image": Tensor("FP32", (3, 32, 32))},
+    ),
+    "mobilenet_v2": Model(
+        "mobilenet_v2",
+        {"image": Tensor("FP32", (3, 224, 224))},
+        {"scores": Tensor("FP32", (1000,))},
+        FOR_IMAGES,
+        (1, 256),
+        "mobilenet_tiny",
+        {"image": Tensor("FP32", (3, 32, 32))},
+    ),
+    "detector": Model(
+        "detector",
+        {"image": Tensor("FP32", (3, 640, 640))},
+        {"boxes": Tensor("FP32", (144, 8400))},
+        # A row and its answer are 7 MB.
+        for_images("on", max_batch=16),
+        (1, 32),
+        "detector_tiny",
+        {"image": Tensor("FP32", (3, 64, 64))},
+        {"boxes": Tensor("FP32", (16, 84))},
     ),
 }

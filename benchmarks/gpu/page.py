@@ -2,6 +2,7 @@
 `optimize.py` write; on any machine.
 
     python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --html gpu.html
+    python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --markdown      the table alone
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from penstock.report.page import Card, Drawn, drawn, rendered
 from penstock.report.tables import Cell
 
 HERE = Path(__file__).resolve().parent
-TITLES = {"resnet50": "ResNet-50", "bert-large": "BERT-large", "vit-b": "ViT-B/16"}
+TITLES = {
+    "resnet50": "ResNet-50",
+    "bert-large": "BERT-large",
+    "vit-b": "ViT-B/16",
+    "efficientnet-b0": "EfficientNet-B0",
+    "mobilenet-v2": "MobileNetV2",
+    "detector": "YOLO-like detector, 640 x 640",
+}
+SERVED_HEAD = ("row", "clients", "rows/s", "GPU busy", "power, W", "rows of a batch", "p50, ms")
 UNITS = {"bert-large": "sequences/s"}
 OPTIMIZED = "gpu_optimize_"
 EXPECTED = "expected what benchmarks/gpu/run.py or optimize.py writes"
@@ -86,14 +95,20 @@ class Section:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", nargs="+", type=Path, help="files of run.py and optimize.py")
-    parser.add_argument("--html", type=Path, required=True, help="where the page goes")
+    parser.add_argument("--html", type=Path, help="where the page goes")
+    parser.add_argument("--markdown", action="store_true", help="print the table of all networks")
     args = parser.parse_args()
+    if not args.html and not args.markdown:
+        parser.error("nothing to do; expected --html FILE or --markdown")
     try:
-        text = page(read(args.results))
+        sections = read(args.results)
     except ConfigError as error:
         raise SystemExit("\n".join(error.problems)) from None
-    args.html.write_text(text)
-    print(args.html)
+    if args.markdown:
+        print(markdown(sections))
+    if args.html:
+        args.html.write_text(page(sections))
+        print(args.html)
 
 
 def read(paths: Sequence[Path]) -> list[Section]:
@@ -131,16 +146,50 @@ def page(sections: Sequence[Section]) -> str:
                 "head": ["row", "batch", "waited, ms", f"on the device, {each.unit}"]
                 + [f"host-fed, {each.unit}", "error"],
                 "rows": list(table(each.found)),
+                "served_head": [*SERVED_HEAD, "p99, ms"],
+                "served": list(served_table(each.found)),
                 "failed": failed(each.found),
                 "chosen": chosen_text(each.optimized),
                 "tries": list(tries(each.optimized)),
             }
             for each in sections
         ],
+        "summary_head": ["technique", "guides claim", *(each.title for each in sections)],
+        "summary": list(summary(sections)),
         "claims": CLAIMS.values(),
         "unmeasured": unmeasured(sections),
     }
     return rendered("gpu.html.jinja", values, HERE)
+
+
+def summary(sections: Sequence[Section]) -> Iterator[list[Cell]]:
+    """What each technique gives each network, beside what guides claim for it."""
+    for key, claim in CLAIMS.items():
+        found = [techniques.best_gain(each.found, key) for each in sections]
+        if any(found):
+            gave = (_gain_cell(each) for each in found)
+            yield [Cell(claim.name), Cell(drawing.claimed(claim)), *gave]
+
+
+def _gain_cell(gain: techniques.Gain | None) -> Cell:
+    """One alone and the largest batch; of a server, its rate."""
+    if gain is None:
+        return Cell(units.UNKNOWN)
+    texts = [
+        f"{drawing.times(value)} {name}".strip()
+        for value, name in ((gain.alone, "alone"), (gain.largest, "" if gain.detail else "batch"))
+        if not math.isnan(value)
+    ]
+    return Cell(", ".join(texts), gain.detail)
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """The table of all networks, as text."""
+    head = ["technique", "guides claim", *(each.title for each in sections)]
+    lines = [head, ["---"] * len(head)]
+    for row in summary(sections):
+        lines.append([f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def figures(section: Section) -> list[Drawn]:
@@ -153,7 +202,7 @@ def figures(section: Section) -> list[Drawn]:
 def headline(sections: Sequence[Section]) -> str:
     """The largest gain and the largest loss against what guides say, in one sentence."""
     gains = [
-        (max(g for g in (each.alone, each.largest) if not math.isnan(g)), each, section)
+        (each.best, each, section)
         for section in sections
         for each in techniques.gains(section.found)
         if each.technique != "batching"
@@ -199,12 +248,26 @@ def cards(section: Section) -> Iterator[Card]:
 def table(found: Found) -> Iterator[list[Cell]]:
     keys = ("waited_ms", "device_per_s", "host_per_s")
     for name, loads in techniques.rows_of(found).items():
-        for load, row in loads.items():
+        for load, row in loads.items() if not techniques.is_served(loads) else ():
             figures = [row.get(key) for key in keys]
             texts = [units.UNKNOWN if not each else _figure(each) for each in figures]
             error = row.get("error")
             last = units.UNKNOWN if error is None else f"{error:.1e}"
             yield [Cell(name), Cell(load), *map(Cell, texts), Cell(last)]
+
+
+def served_table(found: Found) -> Iterator[list[Cell]]:
+    """Without and with dynamic batching."""
+    keys = ("power_watts", "mean_batch", "p50_ms", "p99_ms")
+    for name, loads in techniques.rows_of(found).items():
+        row = techniques.last(loads)
+        if not techniques.is_served(loads):
+            continue
+        share = row.get("utilization")
+        busy = units.UNKNOWN if share is None else f"{share:.0%}"
+        texts = [units.UNKNOWN if not row.get(key) else _figure(row[key]) for key in keys]
+        first = [name, str(row["clients"]), _figure(row[techniques.SERVED]), busy]
+        yield [Cell(text) for text in (*first, *texts)]
 
 
 def _figure(value: float) -> str:

@@ -75,6 +75,13 @@ CLAIMS: Mapping[str, Claim] = {
         " additions and ReLU in the same kernel",
         "https://github.com/oulu-imeds/pytorch_bn_fusion",
     ),
+    "transformer": Claim(
+        "fused transformer layers",
+        2.0,
+        2.0,
+        "can exceed twice, with padding skipped where there is any (BetterTransformer)",
+        "https://pytorch.org/blog/a-better-transformer-for-fast-transformer-encoder-inference/",
+    ),
     "packing": Claim(
         "packing",
         1.76,
@@ -131,8 +138,10 @@ CLAIMS: Mapping[str, Claim] = {
     ),
 }
 
-# What is looked at: time of one alone and rate of the largest batch on the device, or host-fed.
-Kind = Literal["device", "host"]
+# What is looked at: time of one alone and rate of the largest batch on the device, or host-fed; or
+# the rate of a server's clients.
+Kind = Literal["device", "host", "served"]
+SERVED, SERVED_IN_BATCHES = "served_per_s", "served in batches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +165,10 @@ def _fed(base: str) -> tuple[Step, ...]:
     )
 
 
+def _served(base: str) -> Step:
+    return Step("batching", f"{base}, served one by one", f"{base}, {SERVED_IN_BATCHES}", "served")
+
+
 # The first whose rows are there counts, of those with the same technique and last row.
 STEPS: tuple[Step, ...] = (
     Step("tf32", "fp32 without tf32", "fp32 eager"),
@@ -171,7 +184,14 @@ STEPS: tuple[Step, ...] = (
     Step("graphs", "fp16 compile", "fp16 compile, graphs"),
     Step("fused", "fp16 channels-last", "fp16 fused"),
     Step("fused", "fp16 channels-last, graphs", "fp16 fused, graphs"),
+    Step("transformer", "fp16 eager", "fp16 fused transformer"),
+    Step("transformer", "fp16 graphs", "fp16 fused transformer, graphs"),
+    Step("graphs", "fp16 fused transformer", "fp16 fused transformer, graphs"),
     Step("graphs", "fp16 fused", "fp16 fused, graphs"),
+    Step("compile", "fp16 channels-last, graphs", "fp16 max-autotune, graphs"),
+    Step("compile", "fp16 graphs", "fp16 max-autotune, graphs"),
+    Step("int8", "fp16 fused, graphs", "int8 fused, graphs"),
+    Step("fp8", "fp16 graphs", "fp8 by row, graphs"),
     *_fed("fp16 fused, graphs"),
     *_fed("fp16 graphs"),
     Step("tf32", "padded FP32", "padded TF32"),
@@ -186,6 +206,9 @@ STEPS: tuple[Step, ...] = (
     Step("fp8", "packed BF16, CUDA graphs", "packed FP8, CUDA graphs"),
     Step("fp8", "packed BF16, CUDA graphs", "packed FP8 by row, CUDA graphs"),
     *_fed("packed BF16, CUDA graphs"),
+    _served("fp16 channels-last, graphs"),
+    _served("fp16 graphs"),
+    _served("padded BF16, CUDA graphs"),
 )
 # Rows of which each builds on the one before: a waterfall.
 CHAINS: tuple[tuple[str, ...], ...] = (
@@ -195,8 +218,9 @@ CHAINS: tuple[tuple[str, ...], ...] = (
         "fp16 channels-last",
         "fp16 channels-last, graphs",
         "fp16 fused, graphs",
+        "int8 fused, graphs",
     ),
-    ("fp32 eager", "tf32 eager", "fp16 eager", "fp16 graphs", "fp16 compile, graphs"),
+    ("fp32 eager", "tf32 eager", "fp16 eager", "fp16 graphs", "fp16 fused transformer, graphs"),
     (
         "padded FP32",
         "padded TF32",
@@ -219,6 +243,13 @@ class Gain:
     # Times as fast: one alone, and the largest batch.
     alone: float
     largest: float
+    # How busy the GPU was before and after.
+    detail: str = ""
+
+    @property
+    def best(self) -> float:
+        """The larger of both; NaN where neither is known."""
+        return max((g for g in (self.alone, self.largest) if not math.isnan(g)), default=math.nan)
 
     @property
     def is_known(self) -> bool:
@@ -232,6 +263,10 @@ def rows_of(found: Found) -> dict[str, Found]:
         for name, each in found["techniques"].items()
         if isinstance(each.get("batches"), dict) and each["batches"]
     }
+
+
+def is_served(loads: Found) -> bool:
+    return SERVED in last(loads)
 
 
 def gains(found: Found) -> list[Gain]:
@@ -249,8 +284,20 @@ def gains(found: Found) -> list[Gain]:
     )
 
 
+def best_gain(found: Found, technique: str) -> Gain | None:
+    """Of the steps of a technique the one that gave most; dynamic batching as a server does it
+    where that was measured."""
+    own = [each for each in gains(found) if each.technique == technique]
+    served = [each for each in own if SERVED_IN_BATCHES in each.label]
+    return max(served or own, key=lambda each: each.best, default=None)
+
+
 def _gain(step: Step, before: Found, after: Found) -> Gain:
     label = f"{step.before} → {step.after}"
+    if step.kind == "served":
+        one, other = last(before), last(after)
+        label = f"{step.before} → {SERVED_IN_BATCHES}{_in_brackets(busy(one, other))}"
+        return Gain(step.technique, label, math.nan, ratio(other, one, SERVED), busy(one, other))
     one, other = before.get(ALONE, {}), after.get(ALONE, {})
     if step.kind == "host":
         alone = ratio(other, one, "host_per_s")
@@ -265,6 +312,18 @@ def _gain(step: Step, before: Found, after: Found) -> Gain:
     elif step.load:
         alone = math.nan
     return Gain(step.technique, label, alone, largest)
+
+
+def busy(before: Found, after: Found) -> str:
+    """How busy the GPU was, where it told."""
+    shares = [each.get("utilization") for each in (before, after)]
+    if any(each is None for each in shares):
+        return ""
+    return "GPU busy {:.0%} → {:.0%}".format(*shares)
+
+
+def _in_brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def _alone(before: Found, after: Found) -> float:

@@ -85,6 +85,18 @@ def test_two_copies_have_lanes_of_their_own(run, fake) -> None:
     assert all(len(each.pinned_bytes) == 2 for each in fake)
 
 
+def test_a_rate_is_the_median_of_parts(run) -> None:
+    from measuring import typical_s
+
+    # Two on their way that end together, and in one part somebody else was on the device.
+    ends = [0.0]
+    for number in range(20):
+        ends += [ends[-1] + (2.0 if number != 7 else 9.0), ends[-1] + (2.0 if number != 7 else 9.0)]
+    assert typical_s(ends, 2) == 1.0
+    # Few: the mean.
+    assert typical_s([0.0, 4.0, 4.0, 8.0, 8.0], 2) == 2.0
+
+
 def test_answers_are_compared_with_what_was_kept(run, tmp_path) -> None:
     found = {"y": np.array([3.0, 4.0], np.float32)}
     path = tmp_path / "reference.npz"
@@ -110,3 +122,40 @@ def test_a_row_is_measured_once(tmp_path) -> None:
     (row,) = json.loads(out.read_text())["techniques"].values()
     assert row["batches"]["checked"]["error"] < 0.1
     assert row["batches"]["full"]["host_per_s"] > 0 and row["took_s"] > 0
+
+
+@pytest.mark.slow
+def test_rows_of_several_networks_run_in_one_call(tmp_path) -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "--device", "cpu", "--jobs", "2"]
+    command += ["--model", "efficientnet-b0", "--model", "detector", "--again"]
+    kept = {"PYTHONPATH": str(ROOT), "OUT": str(tmp_path)}
+    for only in ("int8", "served in batches"):
+        ended = subprocess.run(
+            [*command, "--only", only],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=os.environ | kept,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "2 techniques, 2 at a time" in ended.stdout
+    for model in ("efficientnet-b0", "detector"):
+        rows = json.loads((tmp_path / f"gpu_{model}.json").read_text())["techniques"]
+        int8 = rows["int8 fused, graphs"]
+        served = rows["fp16 channels-last, graphs, served in batches"]
+        assert int8["built"]["form"] == "ONNX" and 0 < int8["batches"]["2"]["error"] < 0.3
+        assert served["batches"]["4 clients"]["served_per_s"] > 0
+
+
+def test_one_file_is_not_of_several_models() -> None:
+    command = [sys.executable, str(SCRIPTS / "run.py"), "--model", "all", "--out", "a.json"]
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert ended.returncode == 2 and "--out: a file is of one model" in ended.stderr

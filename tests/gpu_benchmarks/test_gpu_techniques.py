@@ -78,6 +78,74 @@ def test_batching_is_one_row_at_several_sizes(techniques) -> None:
     assert gains[0].label.endswith("batch 1 → 32")
 
 
+def test_dynamic_batching_is_two_servers_and_how_busy_the_gpu_was(techniques) -> None:
+    base = "fp16 channels-last, graphs"
+    rates = {"served one by one": (900.0, 0.31), "served in batches": (3600.0, 0.97)}
+    found = {
+        "techniques": {
+            f"{base}, {name}": {"batches": {"128 clients": {"served_per_s": rate, **extra}}}
+            for name, (rate, share) in rates.items()
+            for extra in [{"utilization": share}]
+        }
+    }
+    (gain,) = techniques.gains(found)
+    assert gain.technique == "batching" and gain.largest == 4 and math.isnan(gain.alone)
+    assert gain.label.endswith("(GPU busy 31% → 97%)")
+    for each in found["techniques"].values():
+        del each["batches"]["128 clients"]["utilization"]
+    assert techniques.gains(found)[0].label.endswith("→ served in batches")
+
+
+def test_of_several_steps_the_one_that_gave_most_is_shown(techniques) -> None:
+    found = made(
+        fp32_eager={"1": row(8.0, 100, 90)},
+        fp16_eager={"1": row(4.0, 250, 200)},
+        bf16_eager={"1": row(5.0, 250, 200)},
+    )
+    best = techniques.best_gain(found, "half")
+    assert best.label == "fp32 eager → fp16 eager" and best.best == best.largest == 2.5
+    assert techniques.best_gain(found, "int8") is None
+
+
+def test_every_row_of_a_step_is_a_row_of_a_network(techniques) -> None:
+    pytest.importorskip("torch")
+    import bert
+    import models
+
+    rows = {name for model in models.MODELS.values() for name in model.techniques}
+    rows |= bert.TECHNIQUES.keys()
+    named = {name for step in techniques.STEPS for name in (step.before, step.after)}
+    named |= {name for chain in techniques.CHAINS for name in chain} | {*techniques.BATCHED}
+    assert named <= rows
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        ("resnet50", {"fused", "int8", "channels-last"}),
+        ("efficientnet_b0", {"fused", "int8", "channels-last"}),
+        ("detector", {"fused", "int8", "channels-last"}),
+        ("vit_b", {"transformer", "fp8"}),
+        ("bert-large", {"packing", "fp8"}),
+    ],
+)
+def test_every_network_has_a_step_of_each_technique_it_can_use(techniques, model, wanted) -> None:
+    pytest.importorskip("torch")
+    import bert
+    import models
+
+    asked = models.MODELS[model].techniques if model in models.MODELS else bert.TECHNIQUES
+    all_of = {"tf32", "half", "compile", "graphs", "batching", "pinned", "overlap", "instances"}
+    loads = {"1": row(1.0, 1, 1) | {"served_per_s": 1.0}, "32": row(1.0, 2, 2)}
+    served = {"128 clients": {"served_per_s": 1.0}}
+    found = {
+        "techniques": {
+            name: {"batches": served if each.num_clients else loads} for name, each in asked.items()
+        }
+    }
+    assert {gain.technique for gain in techniques.gains(found)} == all_of | wanted
+
+
 def test_what_failed_or_is_missing_gives_no_gain(techniques) -> None:
     found = made(fp32_eager={"1": row(8.0, 100, 90)})
     found["techniques"]["fp16 eager"] = {"error": "out of memory"}
