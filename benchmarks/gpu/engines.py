@@ -6,15 +6,16 @@
 
 All engines get the same network in FP16, channels-last, with inputs on the device: torch's
 operators one by one; the same in a CUDA graph; torch.compile in a CUDA graph; Penstock's fusion
-(`penstock.fuse: "on"`) in a CUDA graph. They are timed in turns, and their answers compared with
-FP32. No network is begun after the limit; what was left out is said. Prints a table and writes
-engines.json to $OUT, or to the current folder.
+(`penstock.fuse: "on"`) in a CUDA graph; and for ViT linear layers in FP8 (`penstock.fp8`), too.
+They are timed in turns, and their answers compared with FP32. No network is begun after the limit;
+what was left out is said. Prints a table and writes engines.json to $OUT, or to the current folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import statistics
@@ -31,15 +32,20 @@ import models  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from penstock.backends import torch_fusion  # noqa: E402
+from penstock.backends import torch_fusion, torch_linear  # noqa: E402
 from penstock.backends.torch_tracing import TraceInputs  # noqa: E402
 from penstock.kernels.convolution import GpuTimer, Tuner  # noqa: E402
+from penstock.kernels.fp8_linear import fits  # noqa: E402
+from penstock.kernels.gemm import open_multiplier  # noqa: E402
 
 # Turns of each engine, and how long one takes.
 NUM_TURNS, TURN_S = 5, 0.1
 NUM_WARM = 3
 EAGER, GRAPH, COMPILED, AUTOTUNED = "eager", "graph", "compile", "max-autotune"
-FUSED = "penstock"
+FUSED, FP8 = "penstock", "penstock FP8"
+OURS = (FUSED, FP8)
+# Networks whose time is spent in linear layers.
+WITH_FP8 = ("ViT-B/16",)
 THEIRS = (COMPILED, AUTOTUNED)
 Call = Callable[[], object]
 
@@ -162,6 +168,27 @@ class Ours:
         return "" if self._fusion is None else self._fusion.facts()["fusion"]
 
 
+class Fp8:
+    """Linear layers in FP8, each row by its own range; for all batches too."""
+
+    def __init__(self) -> None:
+        self._model: torch_linear.LinearModel | None = None
+
+    def build(self, module: nn.Module, x: torch.Tensor, place: Place) -> Call:
+        if self._model is None:
+            module = module.to(place.device, place.dtype)
+            layers = {n: each for n, each in torch_linear.find_layers(module).items() if fits(each)}
+            given = TraceInputs([torch.zeros_like(x[:2])], {}, has_batch=True)
+            self._model = torch_linear.to_fp8(module, dict.fromkeys(layers), given)
+            multiplier = open_multiplier(place.device, ROOT / "benchmarks")
+            self._model.multiplier = multiplier
+            for layer in self._model.layers.values():
+                layer.product.multiplier = multiplier
+        model = self._model
+        model.prepare({"x": x}, lambda: model.module(x))
+        return place.captured(lambda: model.module(x))
+
+
 def compare(name: str, place: Place, modes: list[str], batches: str) -> list[dict[str, object]]:
     """Return a row for each batch of one network."""
     network = models.NETWORKS[name]
@@ -172,7 +199,8 @@ def compare(name: str, place: Place, modes: list[str], batches: str) -> list[dic
     wide = getattr(models, factory)().to(place.device)
     module = getattr(models, factory)().to(place.device, place.dtype)
     module = module.to(memory_format=torch.channels_last)
-    ours = Ours()
+    ours, fp8 = Ours(), Fp8()
+    own = {FUSED: ours.build} | ({FP8: fp8.build} if name in WITH_FP8 and place.is_gpu else {})
     builds = {EAGER: plain, GRAPH: in_graph}
     builds |= {mode: compiled("default" if mode == COMPILED else mode) for mode in modes}
     rows = []
@@ -184,8 +212,8 @@ def compare(name: str, place: Place, modes: list[str], batches: str) -> list[dic
         wanted = first(wide(inputs)).double()
         x = inputs.to(place.dtype).contiguous(memory_format=torch.channels_last)
         engines: dict[str, Engine] = {}
-        for engine, build in (*builds.items(), (FUSED, ours.build)):
-            given = source if engine == FUSED else module
+        for engine, build in (*builds.items(), *own.items()):
+            given = copy.deepcopy(source) if engine in OURS else module
             with contextlib.suppress(torch.OutOfMemoryError):
                 engines[engine] = built(build, given, x, place, wanted)
         rows.append(row_of(name, batch, engines, in_turns(engines, place), ours.facts))
@@ -222,6 +250,8 @@ def row_of(
     row["fastest"] = min(times, key=lambda each: times[each])
     row["over_eager"] = round(times[EAGER] / times[FUSED], 3)
     row["over_compile"] = round(min(theirs) / times[FUSED], 3) if theirs else None
+    if theirs and FP8 in times:
+        row["fp8_over_compile"] = round(min(theirs) / times[FP8], 3)
     return row
 
 
@@ -230,6 +260,7 @@ def print_row(row: Mapping[str, object]) -> None:
     assert isinstance(per_s, dict) and isinstance(build_s, dict) and isinstance(error, dict)
     figures = "  ".join(f"{name} {rate:,.0f}/s" for name, rate in per_s.items())
     ratio = f", {row['over_compile']}x torch.compile" if row["over_compile"] else ""
+    ratio += f", FP8 {row['fp8_over_compile']}x" if "fp8_over_compile" in row else ""
     print(f"{row['network']}, batch {row['batch']}: {figures}")
     print(f"    fastest: {row['fastest']}; penstock {row['over_eager']}x eager{ratio}")
     print(f"    built in {build_s} s; off by {error}\n    {row['fused']}", flush=True)
