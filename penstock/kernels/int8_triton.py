@@ -3,8 +3,9 @@ added to a residual, activated or limited, and rounded before they are written, 
 INT8 between layers.
 
 Values are `round(real / scale) + zero`, from -128 to 127. The epilogue works in units of the
-output, up to an activation in those of reals. Sums that fit 22 bits are read as floats without a conversion: they start at the bits of
-1.5 * 2^23, which then is part of the offset. The same number rounds the result.
+output, up to an activation in those of reals. Sums that fit 22 bits are read as floats without a
+conversion: they start at the bits of 1.5 * 2^23, which then is part of the offset. The same number
+rounds the result.
 
 With TRITON_INTERPRET=1 in the environment, before this file is imported, all of it runs on a CPU.
 """
@@ -41,7 +42,8 @@ BLOCK = 4096
 class Int8Epilogue:
     """What happens to sums before they are written, in units of the output: times `scale`, plus
     `offset` (both FP32, by channel), plus the residual times a factor, limited. With an activation
-    all but the limits are in units of reals, and its result is divided by `unit`, plus `zero`."""
+    all but the limits are in units of reals, and its result is divided by `unit`, plus `zero`.
+    `adds_last`: the residual is added to that, in units of the output."""
 
     scale: torch.Tensor
     offset: torch.Tensor
@@ -53,33 +55,36 @@ class Int8Epilogue:
     residual_factor: float = 1.0
     activation: Activation | None = None
     unit: float = 1.0
-    zero: int = 0
+    zero: float = 0.0
+    adds_last: bool = False
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """Return the numbers that kernels take for it."""
-        return self.residual_factor, self.lowest, self.highest, 1.0 / self.unit, float(self.zero)
+        return self.residual_factor, self.lowest, self.highest, 1.0 / self.unit, self.zero
 
     def constants(self, depth: int) -> tuple[object, ...]:
         """Return the constants that kernels take for it, for sums of so many products."""
         kind = self.residual is not None, is_short(depth, self.out), self.out == torch.int8
-        return *kind, *(self.activation or ("", 0.0, 0.0))
+        return *kind, *(self.activation or ("", 0.0, 0.0)), self.adds_last
 
 
 @triton.jit
 def _finish(
     total, scale, offset, at_n, residual, factor, lowest, highest, inverse, zero,
     HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
-    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ADDS_LAST: tl.constexpr,
 ):  # fmt: skip
     s = tl.load(scale + at_n)[None, :]
     c = tl.load(offset + at_n)[None, :]
     # If the sums are floats already, `offset` has the shift times the scale in it.
     v = total.to(tl.float32, bitcast=IS_SHORT) * s + c
-    if HAS_RESIDUAL:
+    if HAS_RESIDUAL and not ADDS_LAST:
         v += residual.to(tl.float32) * factor
     if KIND != "":
         v = activate(v, KIND, A, B) * inverse + zero
+    if HAS_RESIDUAL and ADDS_LAST:
+        v += residual.to(tl.float32) * factor
     v = tl.minimum(tl.maximum(v, lowest), highest)
     if IS_INT8:
         v = (v + SHIFT).to(tl.int32, bitcast=True).to(tl.int8)
@@ -96,8 +101,8 @@ def _multiply(
     x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
     zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ADDS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows times weights [OUT, DEPTH]. A program takes tile after tile, so that it reads the next
     while it writes the last."""
@@ -119,7 +124,7 @@ def _multiply(
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
             total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
 
@@ -129,7 +134,8 @@ def _multiply_kept(
     x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
     zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ADDS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_multiply`, for small depths: a program keeps its rows and takes all columns in turn."""
     m = tl.program_id(0) * ROWS
@@ -143,7 +149,7 @@ def _multiply_kept(
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
             total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
 
@@ -156,7 +162,7 @@ def _convolve_int8(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
-    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ADDS_LAST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_SPLIT: tl.constexpr,
     FILLING: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +228,7 @@ def _convolve_int8(
             added = tl.load(residual + at, mask=is_written, other=0)
         value = _finish(
             total, scale, offset, at_n, added, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         tl.store(y + at, value.to(y.dtype.element_ty), mask=is_written)
 
@@ -234,7 +240,8 @@ def _stem(
     STEP_N: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
     TAP_BYTES: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ADDS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A convolution of a packed image: a row of the window is TAP_BYTES contiguous bytes. A program
     keeps its weights and takes tile after tile."""
@@ -270,7 +277,7 @@ def _stem(
         total = tl.dot(a, b, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
         value = _finish(
             total, scale, offset, at_n, 0, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         at = at_m[:, None] * OUT + at_n[None, :]
         tl.store(y + at, value.to(y.dtype.element_ty), mask=is_row[:, None] & (at_n < OUT)[None, :])

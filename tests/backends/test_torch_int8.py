@@ -227,6 +227,29 @@ def test_activations_are_computed_by_the_layer(kind: str, has_residual: bool) ->
     assert np.linalg.norm(answer - expected) < 0.05 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("kind", ["silu", "Relu", "LeakyRelu", "HardSwish"])
+def test_a_residual_may_follow_the_activation(kind: str) -> None:
+    """As in the bottlenecks of YOLO: x + silu(conv(silu(conv(x)))), all of it in bytes."""
+    net = Network(6)
+    x = activated(net, kind, net.conv("x", 32, 3, 3, strides=[2, 2]))
+    for _ in range(2):
+        y = activated(net, kind, net.conv(x, 32, 32, 3))
+        x = net.add("Add", [x, activated(net, kind, net.conv(y, 32, 32, 3))])
+    float_model = net.model(net.conv(x, 32, 32), (32, 6, 6))
+    model = quantised(float_model, ranges(float_model), ON_GPU)
+    onnx.checker.check_model(model)
+    answer, counts, module = found(model)
+    assert_near(answer, wanted(model))
+    assert counts == {"convolution": 6}
+    layers = [each for each in module.modules() if type(each).__name__ == "Int8Layer"]
+    assert [each.shape.adds_last for each in layers] == [False, False, True, False, True, False]
+    assert [each.shape.added is not None for each in layers if each.shape.adds_last] == [True] * 2
+    assert [each.shape.out is None for each in layers] == [*[False] * 5, True]
+    assert {n: c for n, c in kinds(module).items() if n != "GraphModule"} == {"Int8Layer": 6}
+    expected = wanted(float_model)
+    assert np.linalg.norm(answer - expected) < 0.05 * np.linalg.norm(expected)
+
+
 def test_what_other_operators_read_as_bytes_is_left_as_it_is() -> None:
     """An output of the graph in bytes: its values must not be shifted."""
     nodes = [

@@ -40,6 +40,9 @@ TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
 # On a GPU a layer takes INT8 and computes what follows it, up to the next layer, in its epilogue.
 # So only inputs are quantised, of layers and of the sums that end a residual block.
 GPU_OPERATORS = ("Conv", "Gemm", "MatMul", "Add")
+# Activations that its layers compute, and those that SiLU and hard-swish multiply a result by.
+GATES = ("Sigmoid", "HardSigmoid")
+ACTIVATIONS = (*GATES, "Relu", "Clip", "LeakyRelu", "HardSwish", "Gelu", "Swish")
 # Its kernels read rows of matrices from multiples of so many bytes.
 ROW_BYTES = 16
 MIN_OPSET = 13
@@ -314,6 +317,7 @@ def _keep_sums_exact(model: ModelProto) -> None:
     makers = {name: node for node in model.graph.node for name in node.output}
     readers = Counter(name for node in model.graph.node for name in node.input)
     readers.update(value.name for value in model.graph.output)
+    results = _layer_results(model, lambda node: node.op_type in onnx_model.WEIGHTED)
     removed = []
     for node in model.graph.node:
         if node.op_type != "Add":
@@ -323,14 +327,31 @@ def _keep_sums_exact(model: ModelProto) -> None:
             rounding = undo and makers.get(undo.input[0])
             if rounding is None or undo is None or rounding.op_type != "QuantizeLinear":
                 continue
-            source = makers.get(rounding.input[0])
             is_alone = readers[name] == readers[undo.input[0]] == readers[rounding.input[0]] == 1
-            if is_alone and source is not None and source.op_type in onnx_model.WEIGHTED:
+            if is_alone and rounding.input[0] in results:
                 node.input[position] = rounding.input[0]
                 removed += [rounding, undo]
                 break
     for node in removed:
         model.graph.node.remove(node)
+
+
+def _layer_results(model: ModelProto, is_layer: Callable[[NodeProto], bool]) -> set[str]:
+    """Return what layers give, before and after an activation that they compute themselves."""
+    found: set[str] = set()
+    gates: dict[str, str] = {}
+    for node in model.graph.node:
+        if is_layer(node):
+            found.update(node.output)
+        elif node.op_type in GATES and node.input[0] in found:
+            gates[node.output[0]] = node.input[0]
+        if node.op_type in ACTIVATIONS and node.input[0] in found:
+            found.update(node.output)
+        elif node.op_type == "Mul" and len(node.input) == 2:
+            one, other = node.input
+            if gates.get(other) == one or gates.get(one) == other:
+                found.update(node.output)
+    return found
 
 
 def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -> list[str]:
@@ -339,7 +360,7 @@ def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -
     chosen = set(products)
     if scheme.is_gpu:
         # Sums of a layer's result and another tensor.
-        sums = {name for node in ready.graph.node if node.name in chosen for name in node.output}
+        sums = _layer_results(ready, lambda node: node.name in products)
         for node in ready.graph.node:
             is_tensor = all(name not in weights for name in node.input)
             if node.op_type == "Add" and is_tensor and sums & set(node.input):
