@@ -142,7 +142,8 @@ class Int8Static(LayeredPass):
         indices = context.examples.split.choice
         rows = calibration.model_rows(parent.config, context.examples, indices)
         batches = list(calibration.feeds(ready, parent.config.model, rows))
-        trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
+        is_batched = parent.config.max_batch_size > 0
+        trial = LayerTrial(ready, ranges, scheme, batches, is_batched).on_most_different()
 
         def answers(keep: tuple[str, ...]) -> Answers:
             context.check_time()
@@ -384,6 +385,8 @@ class LayerTrial:
     ranges: Mapping[str, Range]
     scheme: Scheme
     batches: Sequence[Mapping[str, Array]]
+    # The first dimension of all inputs and outputs is the batch.
+    is_batched: bool = False
 
     def original(self) -> Answers:
         return self._answers(self.ready)
@@ -398,12 +401,39 @@ class LayerTrial:
 
     def on_most_different(self) -> LayerTrial:
         """Return the trial on only the rows where INT8 and float disagree most."""
-        chosen = fallback.most_different(self.original(), self.answers(()))
-        return replace(self, batches=[self.batches[index] for index in chosen])
+        if not self.is_batched:
+            chosen = fallback.most_different(self.original(), self.answers(()))
+            return replace(self, batches=[self.batches[index] for index in chosen])
+        rows = [row for batch in self.batches for row in _rows(batch)]
+        pairs = self.original(), self.answers(())
+        one, other = ([row for batch in each for row in _rows(batch)] for each in pairs)
+        chosen = fallback.most_different(one, other)
+        # Rows of equal shapes were in one batch.
+        groups: dict[tuple[object, ...], list[Mapping[str, Array]]] = {}
+        for index in sorted(chosen):
+            shapes = tuple((name, array.shape) for name, array in rows[index].items())
+            groups.setdefault(shapes, []).append(rows[index])
+        size = max(len(array) for batch in self.batches for array in batch.values())
+        parts = [
+            group[start : start + size]
+            for group in groups.values()
+            for start in range(0, len(group), size)
+        ]
+        batches = [
+            {name: np.concatenate([row[name] for row in part]) for name in part[0]}
+            for part in parts
+        ]
+        return replace(self, batches=batches)
 
     def _answers(self, model: ModelProto) -> Answers:
         loaded = onnx_model.session(model, entries={building.LEFT_OUT: building.FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
+
+
+def _rows(batch: Mapping[str, Array]) -> list[dict[str, Array]]:
+    """Return each row of a batch as a batch of one."""
+    count = min(len(array) for array in batch.values())
+    return [{name: array[n : n + 1] for name, array in batch.items()} for n in range(count)]
 
 
 def _flops(ready: ModelProto, node: NodeProto) -> float:
