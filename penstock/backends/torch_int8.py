@@ -73,6 +73,8 @@ class _Tail:
     highest: float = math.inf
     # One that does more than limit.
     activation: Activation | None = None
+    # The residual is added after the activation.
+    adds_last: bool = False
 
     @property
     def last(self) -> fx.Node:
@@ -200,7 +202,8 @@ class _Quantiser:
         scale, values = getattr(layer, WEIGHT_SCALE).double(), _levels_of(layer)
         assert values is not None
         limits = tail.lowest, tail.highest
-        shape = Int8Shape(levels, out, *limits, added, geometry, tail.activation)
+        after = tail.activation, tail.adds_last
+        shape = Int8Shape(levels, out, *limits, added, geometry, *after)
         source = given.args[0]
         assert isinstance(source, fx.Node)
         is_image = values.ndim == IMAGE_RANK and values.shape[1] <= STEM_CHANNELS
@@ -250,25 +253,31 @@ class _Quantiser:
             graph.erase_node(node)
 
     def _tail(self, node: fx.Node) -> _Tail:
-        """Follow a layer over an addition and an activation without other users."""
+        """Follow a layer over an addition and an activation, in this order or the other, without
+        other users."""
         tail = _Tail([node])
-        following = _only_user(node)
-        if following is not None and self._is_sum(following):
-            one, other = following.args
-            residual = other if one is node else one
-            assert isinstance(residual, fx.Node)
-            if residual is not node:
-                tail = _Tail([node, following], residual)
-                following = _only_user(following)
-        if following is None:
+        following = self._sum_after(node)
+        if following is not None:
+            tail = _Tail([node, following], _other(following, node))
+        following = _only_user(tail.last)
+        found = None if following is None else activation_of(self.module, following)
+        if following is None or found is None:
             return tail
+        nodes, residual = [*tail.nodes, following], tail.residual
+        last = self._sum_after(following)
+        if residual is None and last is not None:
+            other = _other(last, following)
+            return _Tail([*nodes, last], other, activation=found, adds_last=True)
         limits = self._limits(following)
         if limits is not None:
-            return _Tail([*tail.nodes, following], tail.residual, *limits)
-        found = activation_of(self.module, following)
-        if found is None:
-            return tail
-        return _Tail([*tail.nodes, following], tail.residual, activation=found)
+            return _Tail(nodes, residual, *limits)
+        return _Tail(nodes, residual, activation=found)
+
+    def _sum_after(self, node: fx.Node) -> fx.Node | None:
+        """Return the addition of another tensor that alone reads a node."""
+        found = _only_user(node)
+        is_sum = found is not None and self._is_sum(found) and _other(found, node) is not node
+        return found if is_sum else None
 
     def _limits(self, node: fx.Node) -> tuple[float, float] | None:
         """Return the limits of an activation that only limits its input."""
@@ -373,6 +382,14 @@ def _calls(node: object, function: object) -> bool:
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _other(total: fx.Node, node: fx.Node) -> fx.Node:
+    """Return what a sum adds to a node."""
+    one, other = total.args
+    found = other if one is node else one
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def _pair(value: int | Sequence[int]) -> tuple[int, int]:

@@ -66,6 +66,8 @@ class Int8Shape:
     geometry: ConvGeometry = ConvGeometry()
     # One that does more than limit the real result; there are no other limits then.
     activation: Activation | None = None
+    # The residual is added after the activation, not before.
+    adds_last: bool = False
 
     @property
     def unit(self) -> float:
@@ -109,7 +111,7 @@ class Int8Layer(TunedLayer):
         offset = offset - shape.given.zero * scale * weight.double().flatten(1).sum(1)
         if shape.out is not None and shape.activation is None:
             offset = offset + shape.out.zero
-        if shape.added is not None:
+        if shape.added is not None and not shape.adds_last:
             offset = offset - shape.added.zero * shape.added.scale / unit
         self.is_stem = is_stem
         kept_values = {"scale": scale, "offset": offset}
@@ -155,8 +157,19 @@ class Int8Layer(TunedLayer):
 
     @property
     def factor(self) -> float:
-        """Factor of the residual, in units of the sums."""
-        return (1.0 if self.shape.added is None else self.shape.added.scale) / self.shape.unit
+        """Factor of the residual, in units of the sums, or of the output after an activation."""
+        shape = self.shape
+        unit = shape.out.scale if shape.adds_last and shape.out is not None else shape.unit
+        return (1.0 if shape.added is None else shape.added.scale) / unit
+
+    @property
+    def _zero(self) -> float:
+        """What is added after an activation: the zeros of the output, and of a residual."""
+        shape = self.shape
+        zero = 0.0 if shape.out is None else float(shape.out.zero)
+        if shape.adds_last and shape.added is not None:
+            zero -= self.factor * shape.added.zero
+        return zero
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -187,6 +200,7 @@ class Int8Layer(TunedLayer):
         parts += [] if residual is None else [f"residual {_name(residual.dtype)}"]
         parts += ["zero"] * bool(self.shape.given.zero) + ["limited"] * bool(self.limits[0] == 0)
         parts += [] if self.shape.activation is None else [str(self.shape.activation)]
+        parts += ["before"] * self.shape.adds_last
         return " ".join(parts)
 
     @property
@@ -261,7 +275,7 @@ class Int8Layer(TunedLayer):
         scale, offset = self.scale_bits, self.offset_bits
         if is_own:
             scale, offset = self.own_scale_bits, self.own_offset_bits
-        out = self.shape.out or Levels(1.0)
+        shape = self.shape
         return int8_triton.Int8Epilogue(
             scale.view(torch.float32),
             offset.view(torch.float32),
@@ -269,9 +283,10 @@ class Int8Layer(TunedLayer):
             out=self._out_dtype,
             residual=residual,
             residual_factor=self.factor,
-            activation=self.shape.activation,
-            unit=out.scale,
-            zero=out.zero,
+            activation=shape.activation,
+            unit=1.0 if shape.out is None else shape.out.scale,
+            zero=self._zero,
+            adds_last=shape.adds_last,
             is_short=self.is_short,
         )
 
@@ -345,11 +360,14 @@ class Int8Layer(TunedLayer):
         )
         offset = offset + shape.given.zero * scale * weight.flatten(1).sum(1)
         v = total * scale.view(by_channel) + offset.view(by_channel)
-        if residual is not None:
-            v = v + residual.to(wide) * self.factor
+        added = None if residual is None else residual.to(wide) * self.factor
+        if added is not None and not shape.adds_last:
+            v = v + added
         if shape.activation is not None:
             v = shape.activation(v)
-            v = v if shape.out is None else v / shape.out.scale + shape.out.zero
+            v = (v if shape.out is None else v / shape.out.scale) + self._zero
+        if added is not None and shape.adds_last:
+            v = v + added
         v = v.clamp(*self.limits)
         if shape.out is None:
             return v.to(self._out_dtype)

@@ -45,7 +45,8 @@ BLOCK = 4096
 class Int8Epilogue:
     """What happens to sums before they are written, in units of the output: times `scale`, plus
     `offset` (both FP32, by channel), plus the residual times a factor, limited. With an activation
-    all but the limits are in units of reals, and its result is divided by `unit`, plus `zero`."""
+    all but the limits are in units of reals, and its result is divided by `unit`, plus `zero`.
+    `adds_last`: the residual is added to that, in units of the output."""
 
     scale: torch.Tensor
     offset: torch.Tensor
@@ -57,7 +58,8 @@ class Int8Epilogue:
     residual_factor: float = 1.0
     activation: Activation | None = None
     unit: float = 1.0
-    zero: int = 0
+    zero: float = 0.0
+    adds_last: bool = False
     # Whether all sums are below MAX_SHORT_SUM. Floats do not need it.
     is_short: bool = False
 
@@ -100,27 +102,29 @@ class Int8Epilogue:
         if self.is_unit_range:
             factor, lowest = factor * self.part, float(round(lowest))
             highest = round(highest) - lowest
-        return factor, lowest, highest, 1.0 / self.unit, float(self.zero)
+        return factor, lowest, highest, 1.0 / self.unit, self.zero
 
     @property
     def constants(self) -> tuple[object, ...]:
         """Return the constants that kernels take for it."""
         kind = self.residual is not None, self.is_shifted, self.out == torch.int8
-        return *kind, *(self.activation or ("", 0.0, 0.0))
+        return *kind, *(self.activation or ("", 0.0, 0.0)), self.adds_last
 
 
 @triton.jit
 def _finish(
     total, scale, offset, residual, factor, lowest, highest, inverse, zero,
     HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
-    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ADDS_LAST: tl.constexpr,
 ):  # fmt: skip
     # If the sums are floats already, `offset` has the shift times the scale in it.
     v = total.to(tl.float32, bitcast=IS_SHORT) * scale + offset
-    if HAS_RESIDUAL:
+    if HAS_RESIDUAL and not ADDS_LAST:
         v += residual.to(tl.float32) * factor
     if KIND != "":
         v = activate(v, KIND, A, B) * inverse + zero
+    if HAS_RESIDUAL and ADDS_LAST:
+        v += residual.to(tl.float32) * factor
     if IS_INT8 and KIND == "":
         # The limits are 0 and 1; `highest` is the number of steps between them.
         v = tl.minimum(tl.maximum(v, 0.0), 1.0) * highest + (SHIFT + lowest)
@@ -148,8 +152,8 @@ def _multiply(
     x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
     zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ADDS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows times weights [OUT, DEPTH]. A program takes tile after tile, so that it reads the next
     while it writes the last."""
@@ -171,7 +175,8 @@ def _multiply(
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
             total, _by_column(scale, at_n), _by_column(offset, at_n), added,
-            factor, lowest, highest, inverse, zero, HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            factor, lowest, highest, inverse, zero,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
 
@@ -181,7 +186,8 @@ def _multiply_kept(
     x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
     zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ADDS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_multiply`, for small depths: a program keeps its rows and takes all columns in turn."""
     m = tl.program_id(0) * ROWS
@@ -195,7 +201,8 @@ def _multiply_kept(
         at_n = n + tl.arange(0, COLUMNS)
         value = _finish(
             total, _by_column(scale, at_n), _by_column(offset, at_n), added,
-            factor, lowest, highest, inverse, zero, HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            factor, lowest, highest, inverse, zero,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
 
@@ -205,7 +212,8 @@ def _multiply_down(
     x, weight, scale, offset, residual, y, num_rows, factor, lowest, highest, inverse,
     zero, OUT: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ADDS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_multiply`, for small depths: a program keeps its weights and goes down the rows."""
     WIDE: tl.constexpr = (OUT + COLUMNS - 1) // COLUMNS
@@ -226,7 +234,7 @@ def _multiply_down(
         total = tl.dot(a, b.T, _first(ROWS, COLUMNS, IS_SHORT), out_dtype=tl.int32)
         value = _finish(
             total, s, c, added, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         y.store([m, n], value.to(y.dtype))
 
@@ -239,7 +247,7 @@ def _convolve_int8(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr,
-    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ADDS_LAST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_SPLIT: tl.constexpr,
     FILLING: tl.constexpr,
 ):  # fmt: skip
@@ -305,7 +313,8 @@ def _convolve_int8(
             added = tl.load(residual + at, mask=is_written, other=0)
         value = _finish(
             total, _by_column(scale, at_n), _by_column(offset, at_n), added,
-            factor, lowest, highest, inverse, zero, HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            factor, lowest, highest, inverse, zero,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         tl.store(y + at, value.to(y.dtype.element_ty), mask=is_written)
 
@@ -317,8 +326,8 @@ def _stem(
     STEP_N: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
     TAP_BYTES: tl.constexpr, DEPTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     IS_SHORT: tl.constexpr, IS_INT8: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr,
-    B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIXELS: tl.constexpr,
-    NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    B: tl.constexpr, ADDS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PIXELS: tl.constexpr, NUM_WRAPS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A convolution of a packed image: a row of the window is TAP_BYTES contiguous bytes. A program
     keeps its weights and takes tile after tile. With two PIXELS, a row of the tile is a pair of
@@ -367,7 +376,7 @@ def _stem(
             total = tl.dot(a_r, b_r, total, out_dtype=tl.int32)
         value = _finish(
             total, s, c, 0, factor, lowest, highest, inverse, zero,
-            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B,
+            HAS_RESIDUAL, IS_SHORT, IS_INT8, KIND, A, B, ADDS_LAST,
         )  # fmt: skip
         at = at_m[:, None] * (PIXELS * OUT) + at_n[None, :]
         tl.store(y + at, value.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -8,7 +8,16 @@ import numpy as np
 import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
-from suites.int8_networks import IMAGE, ON_GPU, Network, ranges, residual, rows
+from suites.int8_networks import (
+    IMAGE,
+    ON_GPU,
+    Network,
+    activated,
+    bottlenecks,
+    ranges,
+    residual,
+    rows,
+)
 
 from penstock.types import Array
 
@@ -169,33 +178,13 @@ def test_limits_of_a_clip_are_those_of_the_layer(lowest: float) -> None:
     assert (stem.shape.lowest, stem.shape.highest) == (lowest, 2.0)
 
 
-def activated(net: Network, kind: str, x: str) -> str:
-    """As exporters write it."""
-    match kind:
-        case "silu":
-            return net.add("Mul", [x, net.add("Sigmoid", [x])])
-        case "hard_swish written out":
-            net.weights |= {"three": np.float32(3), "six": np.float32(6), "none": np.float32(0)}
-            gate = net.add("Clip", [net.add("Add", [x, "three"]), "none", "six"])
-            return net.add("Div", [net.add("Mul", [x, gate]), "six"])
-        case "gelu written out":
-            net.weights |= {"root": np.float32(2**0.5), "one": np.float32(1)}
-            net.weights["half"] = np.float32(0.5)
-            erf = net.add("Erf", [net.add("Div", [x, "root"])])
-            both = net.add("Mul", [x, net.add("Add", [erf, "one"])])
-            return net.add("Mul", [both, "half"])
-        case "LeakyRelu":
-            return net.add("LeakyRelu", [x], alpha=0.2)
-    return net.add(kind, [x])
-
-
 ACTIVATIONS = {
     "silu": "silu",
     "Sigmoid": "sigmoid",
     "HardSwish": "hard_swish",
     "hard_swish written out": "hard_swish",
     "LeakyRelu": "leaky_relu",
-    "gelu written out": "gelu",
+    "Gelu": "gelu",
 }
 
 
@@ -223,6 +212,25 @@ def test_activations_are_computed_by_the_layer(kind: str, has_residual: bool) ->
     # The gated ones have no other node that computes either.
     targets = {getattr(node.target, "__name__", "") for node in module.graph.nodes}
     assert not targets & {*ACTIVATIONS.values(), "mul", "add", "erf", "clamp"}
+    expected = wanted(float_model)
+    assert np.linalg.norm(answer - expected) < 0.05 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kind", ["silu", "Relu", "LeakyRelu", "HardSwish"])
+def test_a_residual_may_follow_the_activation(kind: str) -> None:
+    """As in the bottlenecks of YOLO: x + silu(conv(silu(conv(x)))), all of it in bytes."""
+    float_model = bottlenecks(kind)
+    model = quantised(float_model, ranges(float_model), ON_GPU)
+    onnx.checker.check_model(model)
+    answer, counts, module = found(model)
+    assert_near(answer, wanted(model))
+    assert counts == {"convolution": 6, "linear": 1}
+    layers = [each for each in module.modules() if type(each).__name__ == "Int8Layer"]
+    assert [n for n, each in enumerate(layers) if each.shape.adds_last] == [2, 4]
+    assert [each.shape.added is not None for each in layers if each.shape.adds_last] == [True] * 2
+    assert [each.shape.out is None for each in layers] == [*[False] * 5, True, True]
+    # All but the average is in bytes.
+    assert kinds(module)["Quantize"] == 1 and kinds(module)["Dequantize"] == 0
     expected = wanted(float_model)
     assert np.linalg.norm(answer - expected) < 0.05 * np.linalg.norm(expected)
 

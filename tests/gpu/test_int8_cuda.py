@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from suites.int8_networks import IMAGE, ON_GPU, ranges, residual, rows
+from onnx import ModelProto
+from suites.int8_networks import IMAGE, ON_GPU, bottlenecks, ranges, residual, rows
 
 from penstock.backends import Batch, Runner, backend
 from penstock.config import CPU, BatchPolicy, ModelConfig
@@ -20,11 +21,14 @@ MAX_BATCH = 64
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    path: Path = tmp_path_factory.mktemp("int8") / "model.onnx"
-    model = residual()
+    return configured(residual(), tmp_path_factory.mktemp("int8") / "model.onnx")
+
+
+def configured(model: ModelProto, path: Path) -> ModelConfig:
+    """The network in INT8, on a GPU."""
     onnx.save(quantised(model, ranges(model), ON_GPU), path)
     return ModelConfig(
-        name="residual",
+        name="made",
         version="1",
         backend="pytorch",
         artifact=str(path),
@@ -58,6 +62,20 @@ def test_the_gpu_gives_the_same_integers(config: ModelConfig, count: int) -> Non
     built = there.built()
     assert "8 layers in INT8" in built["fusion"]
     assert built["cuda_graphs"] != "0"
+
+
+@pytest.mark.parametrize("kind", ["silu", "LeakyRelu", "HardSwish", "Sigmoid", "Gelu"])
+def test_activations_and_residuals_after_them(kind: str, tmp_path: Path) -> None:
+    config = configured(bottlenecks(kind), tmp_path / "model.onnx")
+    there = backend("pytorch")(config)
+    here = backend("pytorch")(replace(config, device=CPU, options={}))
+    for count in (1, MAX_BATCH):
+        wanted, found = answer(here, batch(count)), answer(there, batch(count))
+        assert np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()
+    fusion = there.built()["fusion"]
+    assert "7 layers in INT8" in fusion
+    # Ours: what torch computes in floats would be the reference.
+    assert "triton" in fusion, fusion
 
 
 def test_a_second_start_times_and_compiles_nothing(config: ModelConfig) -> None:

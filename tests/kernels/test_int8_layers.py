@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 functional = torch.nn.functional
 
 from penstock.kernels import has_triton  # noqa: E402
-from penstock.kernels.activation import GELU, SILU, Activation  # noqa: E402
+from penstock.kernels.activation import GELU, RELU, SILU, Activation  # noqa: E402
 from penstock.kernels.convolution import ConvGeometry, GpuTimer, Tuner  # noqa: E402
 from penstock.kernels.int8_layers import (  # noqa: E402
     Dequantize,
@@ -66,11 +66,14 @@ def in_reals(made: Int8Layer, x, residual=None):
         stride, padding, *_ = shape.geometry
         y = functional.conv2d(real, weight * scale.view(-1, 1, 1, 1), bias, stride, padding)
     if residual is not None:
-        added = shape.added or Levels(1.0)
-        y = y + (residual.double() - added.zero) * added.scale
+        levels = shape.added or Levels(1.0)
+        added = (residual.double() - levels.zero) * levels.scale
+        y = y if shape.adds_last else y + added
     y = y.clamp(shape.lowest, shape.highest)
     if shape.activation is not None:
         y = shape.activation(y)
+    if residual is not None and shape.adds_last:
+        y = y + added
     if shape.out is None:
         return y
     return ((y / shape.out.scale).round() + shape.out.zero).clamp(-128, 127)
@@ -84,6 +87,10 @@ SHAPES = {
     "to floats": Int8Shape(GIVEN, None, 0.0, math.inf, ADDED),
     "silu": Int8Shape(GIVEN, Levels(0.07, -100), added=ADDED, activation=SILU),
     "leaky": Int8Shape(GIVEN, Levels(0.1), activation=Activation("leaky_relu", 0.1)),
+    "silu before": Int8Shape(
+        GIVEN, Levels(0.07, -10), added=ADDED, activation=SILU, adds_last=True
+    ),
+    "relu before, to floats": Int8Shape(GIVEN, None, added=ADDED, activation=RELU, adds_last=True),
     "gelu to floats": Int8Shape(GIVEN, None, added=ADDED, activation=GELU),
 }
 WINDOWS = {
@@ -162,8 +169,9 @@ def test_cases_are_told_apart_by_all_that_a_choice_depends_on():
         other.half().key(x, None),
         layer(drawn(32, 64, 1, 1), SHAPES["silu"]).key(x, None),
         layer(drawn(32, 64, 1, 1), SHAPES["leaky"]).key(x, None),
+        layer(drawn(32, 64, 1, 1), SHAPES["silu before"]).key(x, None),
     }
-    assert len(keys) == 7
+    assert len(keys) == 8
 
 
 def test_the_tuner_times_random_bytes_and_checks_results():

@@ -64,12 +64,14 @@ def epilogue(out, depth, *, limits="relu", dtype=torch.int8, residual=None, **op
 
 def finished(total, scale, offset, made):
     """Apply the epilogue to exact sums [..., out]."""
-    v = total * scale + offset
+    v, added = total * scale + offset, 0.0
     if made.residual is not None:
         residual = made.residual
-        v = v + 0.7 * (residual.permute(0, 2, 3, 1) if residual.ndim == 4 else residual).double()
+        added = 0.7 * (residual.permute(0, 2, 3, 1) if residual.ndim == 4 else residual).double()
+    v = v if made.adds_last else v + added
     if made.activation is not None:
         v = made.activation(v) / made.unit + made.zero
+    v = v + added if made.adds_last else v
     v = v.clamp(made.lowest, made.highest)
     return v.round() if made.out == torch.int8 else v
 
@@ -130,22 +132,27 @@ ACTIVATIONS = [
 ]
 
 
+@pytest.mark.parametrize("adds_last", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_activations_come_before_the_levels(activation, dtype, workspace):
+def test_activations_come_before_the_levels(activation, dtype, adds_last, workspace):
     """In every kernel that has an epilogue. Reals are some steps of the activation wide, and its
     results are spread over the levels."""
     limits = {"limits": "int8"} if dtype == torch.int8 else {"limits": "all"}
     options = {"activation": activation, "unit": 0.05, "zero": -20, **limits, "dtype": dtype}
     if dtype != torch.int8:
         options |= {"unit": 1.0, "zero": 0}
+    options["adds_last"] = adds_last
 
     def after(depth, out, residual=None):
         made, scale, offset = epilogue(out, depth, residual=residual, **options)
         smaller = replace(made, scale=made.scale / 20, offset=made.offset / 20)
         return smaller, scale / 20, offset / 20
 
-    x, weight, residual = drawn(70, 64), drawn(64, 64), torch.randn(70, 64).half().to(DEVICE)
+    def floats_of(*shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(3)).half().to(DEVICE)
+
+    x, weight, residual = drawn(70, 64), drawn(64, 64), floats_of(70, 64)
     for split in (1, 0, -1):
         tile = Tile(64, 64, 64, 4, 3, split)
         made, scale, offset = after(64, 64, residual)
@@ -154,7 +161,8 @@ def test_activations_come_before_the_levels(activation, dtype, workspace):
         assert wanted.unique().numel() > 10
     images, window = drawn(1, 64, 7, 6), WINDOWS["3x3"]
     weight = drawn(32, 64, 3, 3)
-    made, scale, offset = after(64 * 9, 32)
+    residual = floats_of(1, 32, 7, 6).contiguous(memory_format=torch.channels_last)
+    made, scale, offset = after(64 * 9, 32, residual)
     total = functional.conv2d(images.double(), weight.double(), None, 1, 1).permute(0, 2, 3, 1)
     wanted = finished(total, scale, offset, made).permute(0, 3, 1, 2)
     for split in (1, 2):

@@ -62,6 +62,40 @@ def residual() -> ModelProto:
     return net.model(net.add("MatMul", [x, "last"]), (32,))
 
 
+def activated(net: Network, kind: str, x: str) -> str:
+    """An activation as exporters write it: an operator, or several."""
+    match kind:
+        case "silu":
+            return net.add("Mul", [x, net.add("Sigmoid", [x])])
+        case "hard_swish written out":
+            net.weights |= {"three": np.float32(3), "six": np.float32(6), "none": np.float32(0)}
+            gate = net.add("Clip", [net.add("Add", [x, "three"]), "none", "six"])
+            return net.add("Div", [net.add("Mul", [x, gate]), "six"])
+        case "Gelu":
+            net.weights |= {"root": np.float32(2**0.5), "one": np.float32(1)}
+            net.weights["half"] = np.float32(0.5)
+            erf = net.add("Erf", [net.add("Div", [x, "root"])])
+            both = net.add("Mul", [x, net.add("Add", [erf, "one"])])
+            return net.add("Mul", [both, "half"])
+        case "LeakyRelu":
+            return net.add("LeakyRelu", [x], alpha=0.2)
+    return net.add(kind, [x])
+
+
+def bottlenecks(kind: str) -> ModelProto:
+    """As in YOLO: x + silu(conv(silu(conv(x)))), and a classifier."""
+    net = Network(6)
+    x = activated(net, kind, net.conv("x", 32, 3, 3, strides=[2, 2]))
+    for _ in range(2):
+        y = activated(net, kind, net.conv(x, 32, 32, 3))
+        x = net.add("Add", [x, activated(net, kind, net.conv(y, 32, 32, 3))])
+    x = activated(net, kind, net.conv(x, 48, 32))
+    x = net.add("Flatten", [net.add("GlobalAveragePool", [x])])
+    net.weights["last"] = 0.2 * net.random.standard_normal((48, 32), np.float32)
+    net.weights["bias"] = 0.1 * net.random.standard_normal(32, np.float32)
+    return net.model(activated(net, kind, net.add("Gemm", [x, "last", "bias"])), (32,))
+
+
 def rows(seed: int = 3) -> Array:
     return np.random.default_rng(seed).standard_normal((4, *IMAGE), np.float32)
 

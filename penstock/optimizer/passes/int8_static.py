@@ -40,6 +40,9 @@ TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
 # On a GPU a layer takes INT8 and computes what follows it, up to the next layer, in its epilogue.
 # So only inputs are quantised, of layers and of the sums that end a residual block.
 GPU_OPERATORS = ("Conv", "Gemm", "MatMul", "Add")
+# Activations that its layers compute, and those that SiLU and hard-swish multiply a result by.
+GATES = ("Sigmoid", "HardSigmoid")
+ACTIVATIONS = (*GATES, "Relu", "Clip", "LeakyRelu", "HardSwish", "Gelu", "Swish")
 # Its kernels read rows of matrices from multiples of so many bytes.
 ROW_BYTES = 16
 MIN_OPSET = 13
@@ -139,7 +142,8 @@ class Int8Static(LayeredPass):
         indices = context.examples.split.choice
         rows = calibration.model_rows(parent.config, context.examples, indices)
         batches = list(calibration.feeds(ready, parent.config.model, rows))
-        trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
+        is_batched = parent.config.max_batch_size > 0
+        trial = LayerTrial(ready, ranges, scheme, batches, is_batched).on_most_different()
 
         def answers(keep: tuple[str, ...]) -> Answers:
             context.check_time()
@@ -314,6 +318,7 @@ def _keep_sums_exact(model: ModelProto) -> None:
     makers = {name: node for node in model.graph.node for name in node.output}
     readers = Counter(name for node in model.graph.node for name in node.input)
     readers.update(value.name for value in model.graph.output)
+    results = _layer_results(model, lambda node: node.op_type in onnx_model.WEIGHTED)
     removed = []
     for node in model.graph.node:
         if node.op_type != "Add":
@@ -323,14 +328,31 @@ def _keep_sums_exact(model: ModelProto) -> None:
             rounding = undo and makers.get(undo.input[0])
             if rounding is None or undo is None or rounding.op_type != "QuantizeLinear":
                 continue
-            source = makers.get(rounding.input[0])
             is_alone = readers[name] == readers[undo.input[0]] == readers[rounding.input[0]] == 1
-            if is_alone and source is not None and source.op_type in onnx_model.WEIGHTED:
+            if is_alone and rounding.input[0] in results:
                 node.input[position] = rounding.input[0]
                 removed += [rounding, undo]
                 break
     for node in removed:
         model.graph.node.remove(node)
+
+
+def _layer_results(model: ModelProto, is_layer: Callable[[NodeProto], bool]) -> set[str]:
+    """Return what layers give, before and after an activation that they compute themselves."""
+    found: set[str] = set()
+    gates: dict[str, str] = {}
+    for node in model.graph.node:
+        if is_layer(node):
+            found.update(node.output)
+        elif node.op_type in GATES and node.input[0] in found:
+            gates[node.output[0]] = node.input[0]
+        if node.op_type in ACTIVATIONS and node.input[0] in found:
+            found.update(node.output)
+        elif node.op_type == "Mul" and len(node.input) == 2:
+            one, other = node.input
+            if gates.get(other) == one or gates.get(one) == other:
+                found.update(node.output)
+    return found
 
 
 def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -> list[str]:
@@ -339,7 +361,7 @@ def _to_quantise(ready: ModelProto, products: Collection[str], scheme: Scheme) -
     chosen = set(products)
     if scheme.is_gpu:
         # Sums of a layer's result and another tensor.
-        sums = {name for node in ready.graph.node if node.name in chosen for name in node.output}
+        sums = _layer_results(ready, lambda node: node.name in products)
         for node in ready.graph.node:
             is_tensor = all(name not in weights for name in node.input)
             if node.op_type == "Add" and is_tensor and sums & set(node.input):
@@ -363,6 +385,8 @@ class LayerTrial:
     ranges: Mapping[str, Range]
     scheme: Scheme
     batches: Sequence[Mapping[str, Array]]
+    # The first dimension of all inputs and outputs is the batch.
+    is_batched: bool = False
 
     def original(self) -> Answers:
         return self._answers(self.ready)
@@ -377,12 +401,39 @@ class LayerTrial:
 
     def on_most_different(self) -> LayerTrial:
         """Return the trial on only the rows where INT8 and float disagree most."""
-        chosen = fallback.most_different(self.original(), self.answers(()))
-        return replace(self, batches=[self.batches[index] for index in chosen])
+        if not self.is_batched:
+            chosen = fallback.most_different(self.original(), self.answers(()))
+            return replace(self, batches=[self.batches[index] for index in chosen])
+        rows = [row for batch in self.batches for row in _rows(batch)]
+        pairs = self.original(), self.answers(())
+        one, other = ([row for batch in each for row in _rows(batch)] for each in pairs)
+        chosen = fallback.most_different(one, other)
+        # Rows of equal shapes were in one batch.
+        groups: dict[tuple[object, ...], list[Mapping[str, Array]]] = {}
+        for index in sorted(chosen):
+            shapes = tuple((name, array.shape) for name, array in rows[index].items())
+            groups.setdefault(shapes, []).append(rows[index])
+        size = max(len(array) for batch in self.batches for array in batch.values())
+        parts = [
+            group[start : start + size]
+            for group in groups.values()
+            for start in range(0, len(group), size)
+        ]
+        batches = [
+            {name: np.concatenate([row[name] for row in part]) for name in part[0]}
+            for part in parts
+        ]
+        return replace(self, batches=batches)
 
     def _answers(self, model: ModelProto) -> Answers:
         loaded = onnx_model.session(model, entries={building.LEFT_OUT: building.FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
+
+
+def _rows(batch: Mapping[str, Array]) -> list[dict[str, Array]]:
+    """Return each row of a batch as a batch of one."""
+    count = min(len(array) for array in batch.values())
+    return [{name: array[n : n + 1] for name, array in batch.items()} for n in range(count)]
 
 
 def _flops(ready: ModelProto, node: NodeProto) -> float:

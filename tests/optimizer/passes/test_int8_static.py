@@ -30,6 +30,8 @@ from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts, file_facts, optimised_operators
+from penstock.optimizer.fallback import MAX_ROWS
+from penstock.optimizer.passes import int8_static
 from penstock.optimizer.passes.int8_static import Int8Static
 
 PASS = Int8Static()
@@ -176,6 +178,24 @@ def _with_outlier(model: onnx.ModelProto, layer: int) -> onnx.ModelProto:
             array[0] *= 5000
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     return model
+
+
+def test_layers_are_compared_on_the_rows_that_differ_most(tmp_path: Path) -> None:
+    """Rows, whatever batches they came in: large values are clipped."""
+    parent = build_of(stack(), tmp_path / "m")
+    ready = int8_static.prepared(parent, tmp_path)
+    names = [node.input[0] for node in int8_static.layers(ready)]
+    ranges = dict.fromkeys([*names, *(node.output[0] for node in ready.graph.node)], (-1.0, 1.0))
+    rows = np.random.default_rng(0).uniform(-1, 1, (80, 32)).astype(np.float32)
+    large = np.arange(3, 80, 5)
+    rows[large] *= 50
+    batches = [{"x": rows[start : start + 8]} for start in range(0, 80, 8)]
+    scheme = int8_static.scheme_of(proposed(parent)[0])
+    trial = int8_static.LayerTrial(ready, ranges, scheme, batches, is_batched=True)
+    chosen = [batch["x"] for batch in trial.on_most_different().batches]
+    assert [len(each) for each in chosen] == [8] * (MAX_ROWS // 8)
+    kept = {row.tobytes() for each in chosen for row in each}
+    assert {row.tobytes() for row in rows[large]} <= kept
 
 
 def with_bias(shape: tuple[int, ...] | None, beta: float) -> onnx.ModelProto:
