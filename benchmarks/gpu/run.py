@@ -182,7 +182,9 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, help="processes at a time (GPU: 6, CPU: 1)")
     parser.add_argument("--only", default="", help="techniques with this in their name")
-    parser.add_argument("--without", default="", help="no technique with this in its name")
+    parser.add_argument(
+        "--without", action="append", default=[], help="no technique with this in its name"
+    )
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu_MODEL.json")
     parser.add_argument("--onnx", action="store_true", help="the network from an ONNX file")
@@ -269,7 +271,7 @@ def asked_of(args: argparse.Namespace, results: Results) -> list[Task]:
         name: technique
         for name, technique in results.shard.techniques.items()
         if args.only in name
-        and not (args.without and args.without in name)
+        and not any(each in name for each in args.without)
         and (args.again or "batches" not in known.get(name, {}))
     }
     tasks = tasks_of(results.model, asked)
