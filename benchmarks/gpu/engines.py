@@ -173,19 +173,24 @@ class Fp8:
 
     def __init__(self) -> None:
         self._model: torch_linear.LinearModel | None = None
+        self._fusion: torch_fusion.Fusion | None = None
 
     def build(self, module: nn.Module, x: torch.Tensor, place: Place) -> Call:
-        if self._model is None:
-            module = module.to(place.device, place.dtype)
+        if self._model is None or self._fusion is None:
+            given = TraceInputs([torch.zeros(2, *x.shape[1:])], {}, has_batch=True)
+            what = torch_fusion.EVERYTHING
+            fusion = torch_fusion.fuse(module, place.tuner(), given, what, leaves_linear=True)
+            module = fusion.module.to(place.device, place.dtype)
             layers = {n: each for n, each in torch_linear.find_layers(module).items() if fits(each)}
-            given = TraceInputs([torch.zeros_like(x[:2])], {}, has_batch=True)
-            self._model = torch_linear.to_fp8(module, dict.fromkeys(layers), given)
+            self._model = torch_linear.to_fp8(module, dict.fromkeys(layers))
+            self._fusion = fusion
             multiplier = open_multiplier(place.device, ROOT / "benchmarks")
             self._model.multiplier = multiplier
             for layer in self._model.layers.values():
                 layer.product.multiplier = multiplier
         model = self._model
-        model.prepare({"x": x}, lambda: model.module(x))
+        for each in (self._fusion, model):
+            each.prepare({"x": x}, lambda: model.module(x))
         return place.captured(lambda: model.module(x))
 
 

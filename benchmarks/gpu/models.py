@@ -157,8 +157,10 @@ FOR_PATCHES = {
     "fp16 fused transformer, graphs": Technique(
         {**GRAPHED, "penstock.fuse": "transformer"}, "FP16"
     ),
-    # Fusion of transformers takes the linear layers for itself.
-    "fp8 by row, graphs": Technique({**GRAPHED, "penstock.fp8": "rowwise"}, "FP16"),
+    # Fusion leaves the linear layers alone, and chooses the kernel of attention.
+    "fp8 by row, graphs": Technique(
+        {**GRAPHED, "penstock.fp8": "rowwise", "penstock.fuse": "transformer"}, "FP16"
+    ),
     **fed("fp16 graphs", Technique(GRAPHED, "FP16")),
     **served("fp16 graphs", Technique(GRAPHED, "FP16")),
     **autotuned(HALF),

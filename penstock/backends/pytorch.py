@@ -57,9 +57,7 @@ from penstock.backends.torch_cuda import (
     to_array,
 )
 from penstock.backends.torch_fusion import (
-    CONVOLUTIONS,
     EVERYTHING,
-    TRANSFORMER,
     WHAT,
     Fusion,
     fuse,
@@ -585,10 +583,6 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "weights", weights and not is_open, ONLY_CODE
     for key in ("compile", "pack", "fp8"):
         yield "weights", weights and given[key], f"not together with penstock.{key}"
-    for key in ("fp8", "weights"):
-        why = f"'{given['fuse']}' takes the linear layers of penstock.{key} for itself"
-        takes_linear = given["fuse"] in (TRANSFORMER, EVERYTHING)
-        yield "fuse", given[key] and takes_linear and not pack, f"{why}; expected '{CONVOLUTIONS}'"
     yield "fp8_keep", given["fp8_keep"] and not fp8, "only with penstock.fp8"
     yield "fp8", Path(fp8).name != fp8, f"'{fp8}' is not a file of the version's folder"
     file, name = factory.rpartition(":")[0], Path(config.artifact).name
@@ -698,10 +692,10 @@ def _place_module(
         sample = _sample(config, module, loaded.positional)
         # A graph in INT8 is fused without being asked; an option may want its linear layers.
         leaves_linear = any(config.options.get(key) for key in OF_LINEAR)
-        what = config.options.get("penstock.fuse") or (
-            CONVOLUTIONS if leaves_linear else EVERYTHING
-        )
-        loaded = replace(loaded, fusion=fuse(module, tuner or open_tuner(config), sample, what))
+        what = config.options.get("penstock.fuse") or EVERYTHING
+        tuner = tuner or open_tuner(config)
+        fusion = fuse(module, tuner, sample, what, leaves_linear=leaves_linear)
+        loaded = replace(loaded, fusion=fusion)
         assert loaded.fusion is not None
         module = loaded.fusion.module
     if options.keep:

@@ -20,6 +20,8 @@ FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator
 FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
 IN_PLACE_FUNCTIONS = {getattr(operator, name) for name in IN_PLACE_NAMES.split()}
 IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
+ADD_FUNCTIONS, ADD_METHODS = {operator.add, torch.add}, {"add", "__add__"}
+ADD_IN_PLACE = {operator.iadd, "add_", "__iadd__"}
 NO_MODULE = nn.Module()
 
 
@@ -53,6 +55,20 @@ class GraphMemory:
             if first < at < last and node not in chain
             for written in self._written(node)
         )
+
+    def added(self, node: object) -> tuple[fx.Node, fx.Node] | None:
+        """Return what a node adds, if it writes to nothing that anybody else reads."""
+        if not isinstance(node, fx.Node) or node.kwargs or len(node.args) != 2:
+            return None
+        one, other = node.args
+        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+            return None
+        is_function = node.op == "call_function" and node.target in ADD_FUNCTIONS
+        is_method = node.op == "call_method" and node.target in ADD_METHODS
+        is_new = is_function or is_method
+        if not is_new and node.target in ADD_IN_PLACE and node.op.startswith("call"):
+            is_new = len(one.users) == 1 and self.is_fresh(one)
+        return (one, other) if is_new else None
 
     def _written(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes whose memory this one writes to, besides its own result."""

@@ -155,9 +155,12 @@ def fuse(
     tuner: Tuner | None = None,
     sample: TraceInputs | None = None,
     what: str = CONVOLUTIONS,
+    *,
+    leaves_linear: bool = False,
 ) -> Fusion:
     """Fuse a module in evaluation mode, before it is cast: weights are folded in their own
-    precision. `what` is one of WHAT. Raise ConfigError if it cannot be traced."""
+    precision. `what` is one of WHAT; linear layers may be left to others. Raise ConfigError if it
+    cannot be traced."""
     traced = trace(module, sample)
     with torch.no_grad():
         _drop(traced)
@@ -167,7 +170,7 @@ def fuse(
             _move_biases(traced)
             _pools(traced, tuner)
         if what != CONVOLUTIONS:
-            fuse_layers(traced, tuner)
+            fuse_layers(traced, tuner, leaves_linear=leaves_linear)
     traced.graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()

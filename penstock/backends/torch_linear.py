@@ -8,6 +8,7 @@ layers of their own (`torch_packing`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from penstock.backends.torch_activations import activation_of
+from penstock.backends.torch_aliasing import GraphMemory
 from penstock.backends.torch_packing import FP8_OPTION, KEEP_OPTION, ROWWISE, has_fp8, read_ranges
 from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.config import ModelConfig
@@ -226,7 +228,7 @@ def _weights(linear: nn.Linear) -> tuple[int, ...]:
 def _share_inputs(traced: fx.GraphModule) -> int:
     """Quantise each input once, with what made it if nothing else reads that; return how many
     inputs are shared or fused."""
-    count = 0
+    count, memory = 0, GraphMemory(traced)
     for node in list(traced.graph.nodes):
         users = [user for user in node.users if isinstance(_called(traced, user), E4m3Linear)]
         ranges = {_called(traced, user).largest for user in users}
@@ -241,17 +243,37 @@ def _share_inputs(traced: fx.GraphModule) -> int:
         device = next(_called(traced, users[0]).parameters()).device
         name = f"penstock_fp8_input_{count}"
         traced.add_submodule(name, quantiser.to(device).eval())
-        with traced.graph.inserting_after(node):
-            given = traced.graph.call_module(name, (source,))
+        added = memory.added(source) if is_fused and quantiser.norm is not None else None
+        if added is not None and not memory.is_written(source, source, [node]):
+            given = _with_sum(traced, name, source, added)
+        else:
+            with traced.graph.inserting_after(node):
+                given = traced.graph.call_module(name, (source,))
         for user in users:
             user.replace_input_with(node, given)
         if not node.users:
             traced.graph.erase_node(node)
         count += 1
+        memory = GraphMemory(traced)
     traced.graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()
     return count
+
+
+def _with_sum(
+    traced: fx.GraphModule, name: str, total: fx.Node, added: tuple[fx.Node, fx.Node]
+) -> fx.Node:
+    """Let a quantiser add, too, what it is the norm of; return what it gives linear layers."""
+    graph = traced.graph
+    with graph.inserting_after(total):
+        both = graph.call_module(name, added)
+    with graph.inserting_after(both):
+        given = graph.call_function(operator.getitem, (both, 1))
+        summed = graph.call_function(operator.getitem, (both, 0))
+    total.replace_all_uses_with(summed)
+    graph.erase_node(total)
+    return given
 
 
 def _called(traced: fx.GraphModule, node: fx.Node) -> nn.Module:

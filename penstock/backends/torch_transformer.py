@@ -17,7 +17,12 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends.torch_activations import activation_of, factors_of
-from penstock.backends.torch_aliasing import GraphMemory, called_module, has_no_hooks
+from penstock.backends.torch_aliasing import (
+    ADD_IN_PLACE,
+    GraphMemory,
+    called_module,
+    has_no_hooks,
+)
 from penstock.kernels.activation import Activation
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.fused_linear import (
@@ -29,9 +34,6 @@ from penstock.kernels.fused_linear import (
     split_heads,
 )
 
-ADD_FUNCTIONS = {operator.add, torch.add}
-ADD_METHODS = {"add", "__add__"}
-ADD_IN_PLACE = {operator.iadd, "add_", "__iadd__"}
 ATTENTION = functional.scaled_dot_product_attention
 # Methods that change the shape only; of a slice, `view` may be impossible where `reshape` copies.
 SHAPES = {"view", "reshape", "unflatten", "transpose", "permute", "unsqueeze", "squeeze", "flatten"}
@@ -42,9 +44,12 @@ NUM_MERGED = 3
 SMALLEST, MOST = 2.0**-14, 0.5
 
 
-def fuse_layers(traced: fx.GraphModule, tuner: Tuner | None) -> None:
-    """Fuse the layers of a traced module, in place."""
-    _LayerFuser(traced, tuner).run()
+def fuse_layers(
+    traced: fx.GraphModule, tuner: Tuner | None, *, leaves_linear: bool = False
+) -> None:
+    """Fuse the layers of a traced module, in place; `leaves_linear`: only attention, because linear
+    layers get another precision, and norms go with them (`torch_linear`)."""
+    _LayerFuser(traced, tuner).run(leaves_linear)
 
 
 @dataclass(slots=True)
@@ -70,8 +75,9 @@ class _LayerFuser:
     # Weights by layer: one that is called twice shares them.
     _weights: dict[nn.Module, nn.Parameter] = field(default_factory=dict)
 
-    def run(self) -> None:
-        for step in (self._take_apart, self._merge, self._norm, self._linear, self._attention):
+    def run(self, leaves_linear: bool) -> None:
+        of_linear = (self._take_apart, self._merge, self._norm, self._linear)
+        for step in (*(() if leaves_linear else of_linear), self._attention):
             self._memory = GraphMemory(self.traced)
             for node in list(self.traced.graph.nodes):
                 if node in self._memory.order:
@@ -165,7 +171,7 @@ class _LayerFuser:
             return
         graph, total = self.traced.graph, node.args[0]
         name = self._add("norm", ResidualNorm(norm, self.tuner))
-        added = self._added(total)
+        added = self._memory.added(total)
         if added is None or self._memory.is_written(total, total, [node]):
             node.target = name
             return
@@ -180,20 +186,6 @@ class _LayerFuser:
         self._erase(node)
         total.replace_all_uses_with(summed)
         self._erase(total)
-
-    def _added(self, node: object) -> tuple[fx.Node, fx.Node] | None:
-        """Return what a node adds, if it writes to nothing that anybody else reads."""
-        if not isinstance(node, fx.Node) or node.kwargs or len(node.args) != 2:
-            return None
-        one, other = node.args
-        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-            return None
-        is_function = node.op == "call_function" and node.target in ADD_FUNCTIONS
-        is_method = node.op == "call_method" and node.target in ADD_METHODS
-        is_new = is_function or is_method
-        if not is_new and node.target in ADD_IN_PLACE and node.op.startswith("call"):
-            is_new = len(one.users) == 1 and self._memory.is_fresh(one)
-        return (one, other) if is_new else None
 
     def _linear(self, node: fx.Node) -> None:
         linear = self._plain(node, nn.Linear)
@@ -274,7 +266,7 @@ class _LayerFuser:
 
     def _other(self, node: fx.Node, chain: _LinearChain) -> fx.Node | None:
         """Return what a node adds to the layer's result. A sum that has a norm was taken before."""
-        added = self._added(node)
+        added = self._memory.added(node)
         if added is None or chain.nodes[-1] not in added or added[0] is added[1]:
             return None
         if node.target in ADD_IN_PLACE and added[0] is not chain.nodes[-1]:

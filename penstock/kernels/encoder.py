@@ -99,9 +99,9 @@ def _gelu(
 
 @triton.jit
 def _norm_rows(
-    x, weight, bias, out, scales, inverse, num_rows, epsilon,
+    x, residual, weight, bias, total, out, scales, inverse, num_rows, epsilon,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -109,6 +109,9 @@ def _norm_rows(
     at = rows[:, None] * WIDTH + columns[None, :]
     is_inside = (rows < num_rows)[:, None] & is_column[None, :]
     value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + at, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=is_inside)
     value = value - (tl.sum(value, 1) / WIDTH)[:, None]
     value = tl.where(is_column[None, :], value, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)
@@ -201,19 +204,23 @@ def norm_rows(
     norm: torch.nn.LayerNorm,
     scales: torch.Tensor,
     inverse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the LayerNorm of rows in e4m3 only, scaled as by `quantise_rows`."""
-    assert x.is_contiguous()
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows plus the residual, and the LayerNorm of that in e4m3 only, scaled as by
+    `quantise_rows`; without a residual the first is x."""
+    assert x.is_contiguous() and (residual is None or residual.is_contiguous())
     num_rows, width = x.shape
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    total = x if residual is None else torch.empty_like(x)
     columns, together = _tile(num_rows, width)
     has_bias = norm.bias is not None
     _norm_rows[(triton.cdiv(num_rows, together),)](
-        x, norm.weight, norm.bias if has_bias else norm.weight, out, scales,
+        x, x if residual is None else residual, norm.weight,
+        norm.bias if has_bias else norm.weight, total, out, scales,
         scales if inverse is None else inverse, num_rows, norm.eps, width, columns, together,
-        inverse is not None, has_bias, num_warps=4,
+        inverse is not None, has_bias, residual is not None, num_warps=4,
     )  # fmt: skip
-    return out
+    return total, out
 
 
 def _tile(num_rows: int, width: int) -> tuple[int, int]:

@@ -42,7 +42,8 @@ class QuantisedRows(NamedTuple):
 
 
 class Fp8Input(nn.Module):
-    """Quantises the input of linear layers, after a layer norm or an activation if it has one."""
+    """Quantises the input of linear layers, after a layer norm or an activation if it has one. With
+    a residual, which only norms take, it returns the sum too."""
 
     def __init__(
         self,
@@ -57,18 +58,42 @@ class Fp8Input(nn.Module):
             inverse = inverse.to(norm.weight.device)
         self.register_buffer("inverse", inverse)
 
-    def forward(self, x: Tensor) -> QuantisedRows:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> QuantisedRows | tuple[Tensor, QuantisedRows]:
+        if residual is None:
+            return self._quantised(x)
+        if x.shape != residual.shape or x.dtype != residual.dtype or not self._fits(x):
+            total = x + residual
+            return total, self._quantised(total)
+        return self._normed(x, residual)
+
+    def _fits(self, x: Tensor) -> bool:
+        return uses_kernels(x) and x.shape[-1] <= MAX_WIDTH and x.numel() > 0
+
+    def _normed(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, QuantisedRows]:
+        from penstock.kernels import encoder
+
+        assert self.norm is not None
+        rows, added = (
+            None if each is None else each.reshape(-1, x.shape[-1]).contiguous()
+            for each in (x, residual)
+        )
+        assert rows is not None
+        scales = room_for_scales(rows)
+        total, small = encoder.norm_rows(rows, self.norm, scales, self.inverse, added)
+        return total.view(x.shape), QuantisedRows(small, scales, x.shape[:-1])
+
+    def _quantised(self, x: Tensor) -> QuantisedRows:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         sizes = x.shape[:-1]
-        if not uses_kernels(rows) or rows.shape[1] > MAX_WIDTH or not len(rows):
+        if not self._fits(rows):
             return QuantisedRows(*self.plain(rows), sizes)
+        if self.norm is not None:
+            return self._normed(x, None)[1]
         from penstock.kernels import encoder
 
         scales = room_for_scales(rows)
-        if self.norm is not None:
-            return QuantisedRows(
-                encoder.norm_rows(rows, self.norm, scales, self.inverse), scales, sizes
-            )
         # The tanh form is closer to GELU than e4m3 is.
         has_gelu = bool(self.activation)
         small = encoder.quantise_rows(

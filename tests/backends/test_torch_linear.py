@@ -60,6 +60,13 @@ def test_every_layer_that_fits_is_converted(source, has_sample) -> None:
     assert facts["fp8_inputs"].startswith("6 shared" if is_traced else "quantised for each layer")
     fused = [each for each in model.module.modules() if isinstance(each, Fp8Input) and each.norm]
     assert len(fused) == (4 if is_traced else 0)
+    if is_traced:
+        nodes = [each for each in model.module.graph.nodes if each.op == "call_module"]
+        with_sum = [each for each in nodes if len(each.args) == 2]
+        # The first norm is of the input, all others of a sum with what went around a layer.
+        assert [type(model.module.get_submodule(each.target)) for each in with_sum] == 3 * [
+            Fp8Input
+        ]
 
 
 def test_sharing_an_input_changes_nothing() -> None:
@@ -71,6 +78,36 @@ def test_sharing_an_input_changes_nothing() -> None:
     x = rows().bfloat16()
     # Norms round to BF16 in between only where they stand alone, which plain torch does for both.
     assert torch.equal(shared(x), other(x))
+
+
+def test_a_sum_that_was_written_to_is_not_added_twice() -> None:
+    class Adds(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.one = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+            self.norm = torch.nn.LayerNorm(32)
+
+        def forward(self, x):
+            y = self.first(x)
+            y += x
+            return self.one(self.norm(y)) + y
+
+    torch.manual_seed(0)
+    module = Adds().eval().bfloat16()
+    x = torch.randn(4, 32).bfloat16()
+    wanted = module(x).detach()
+    model = torch_linear.to_fp8(module, {"one": None})
+    assert model.num_shared == 1 and "+=" not in model.module.code
+    assert relative(model.module(x), wanted) < 0.05
+
+
+def test_a_sum_of_other_shapes_is_added_by_torch() -> None:
+    norm = torch.nn.LayerNorm(32).bfloat16()
+    x, spread = torch.randn(2, 4, 32).bfloat16(), torch.randn(1, 4, 32).bfloat16()
+    total, given = Fp8Input(norm)(x, spread)
+    assert torch.equal(total, x + spread) and given.sizes == (2, 4)
+    wanted = norm(total).detach().flatten(0, 1)
+    assert relative(given.values.float() * given.scales, wanted) < 0.05
 
 
 def test_an_input_that_others_read_is_not_taken_away() -> None:
@@ -155,21 +192,16 @@ FUSIBLE = [ROWWISE, {"penstock.weights": "int8"}]
 
 @pytest.mark.usefixtures("with_fp8")
 @pytest.mark.parametrize("options", FUSIBLE)
-def test_fusion_of_convolutions_leaves_linear_layers(config: ModelConfig, options) -> None:
+@pytest.mark.parametrize("what", ["convolutions", "transformer", "on"])
+def test_fusion_leaves_linear_layers(config: ModelConfig, options, what) -> None:
     wanted, _ = answer(config, **options)
-    found, built = answer(config, **options, **{"penstock.fuse": "convolutions"})
+    found, built = answer(config, **options, **{"penstock.fuse": what})
     assert relative(found, wanted) < 0.01
     facts = built.get("fp8", built.get("weights"))
-    assert facts.startswith(("12 of 13", "int8: 4 of 13")) and "fusion" in built
-
-
-@pytest.mark.usefixtures("with_fp8")
-@pytest.mark.parametrize("options", FUSIBLE)
-@pytest.mark.parametrize("what", ["on", "transformer"])
-def test_fusion_that_takes_linear_layers_is_refused(config: ModelConfig, options, what) -> None:
-    problem = rf"penstock.fuse: '{what}' takes the linear layers .* expected 'convolutions'"
-    with pytest.raises(ConfigError, match=problem):
-        answer(config, **options, **{"penstock.fuse": what})
+    assert facts.startswith(("12 of 13", "int8: 4 of 13"))
+    # Attention is of neither, and chooses its kernel.
+    assert ("2 attentions" in built["fusion"]) == (what != "convolutions")
+    assert "linear" not in built["fusion"] and "norms" not in built["fusion"]
 
 
 def test_layers_that_were_exported_are_found_by_their_weights(with_fp8, tmp_path: Path) -> None:

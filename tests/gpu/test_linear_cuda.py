@@ -61,8 +61,18 @@ def test_a_norm_without_bias():
     x = torch.randn(9, 96, device="cuda").half()
     norm = torch.nn.LayerNorm(96, bias=False).cuda().half()
     scales = torch.empty(9, 1, device="cuda")
-    small = encoder.norm_rows(x, norm, scales)
+    _, small = encoder.norm_rows(x, norm, scales)
     assert relative(small.float() * scales, norm(x)) < 0.04
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_rows", [1, 197, 8192])
+def test_a_norm_of_a_sum(dtype, num_rows):
+    x, residual = torch.randn(2, 3, num_rows, 768, device="cuda").to(dtype)
+    norm = torch.nn.LayerNorm(768).cuda().to(dtype)
+    total, given = Fp8Input(norm).cuda()(x, residual)
+    assert torch.equal(total, x + residual)
+    assert relative(dequantised(given), norm(total).flatten(0, 1)) < 0.04
 
 
 @has_fp8

@@ -113,8 +113,20 @@ def test_norm_in_e4m3_alone(width, has_bias, inverse):
     x = 5 + 3 * torch.randn(37, width)
     scales = torch.full((37, 1), float("nan"))
     factor = None if inverse is None else torch.tensor([inverse])
-    small = encoder.norm_rows(x, norm, scales, factor)
+    same, small = encoder.norm_rows(x, norm, scales, factor)
+    assert same is x
     wanted = norm(x).detach()
     assert small.dtype == torch.float8_e4m3fn
     assert torch.allclose(scales, of_rows(wanted) if inverse is None else scales * 0 + 1 / inverse)
+    assert float((small.float() * scales - wanted).norm() / wanted.norm()) < 0.15
+
+
+def test_norm_of_a_sum_in_e4m3():
+    norm = torch.nn.LayerNorm(96, 1e-6)
+    x, residual = 5 + 3 * torch.randn(37, 96), torch.randn(37, 96)
+    scales = torch.full((37, 1), float("nan"))
+    total, small = encoder.norm_rows(x, norm, scales, residual=residual)
+    assert torch.equal(total, x + residual)
+    wanted = norm(total).detach()
+    assert torch.allclose(scales, of_rows(wanted))
     assert float((small.float() * scales - wanted).norm() / wanted.norm()) < 0.15

@@ -50,12 +50,6 @@ def with_options(config: ModelConfig, options: Mapping[str, str]) -> ModelConfig
     return replace(config, options={**config.options, **options})
 
 
-def leaving_linear(config: ModelConfig) -> ModelConfig:
-    """Return a configuration that does not fuse linear layers, for options that replace them."""
-    fuses = config.options.get(FUSE) in ("on", "transformer")
-    return with_options(config, {FUSE: CONVOLUTIONS}) if fuses else config
-
-
 def tolerating(config: ModelConfig, tolerance: float) -> ModelConfig:
     """Let rows change each other's answers by at least this much, in the server's check at load."""
     return replace(config, tolerance=max(config.tolerance or 0.0, tolerance))

@@ -23,8 +23,6 @@ from penstock.optimizer.passes.building import (
 )
 from penstock.optimizer.plan import Plan
 
-# Options whose linear layers are not fused.
-OF_LINEAR = ("penstock.fp8", "penstock.weights")
 # Rank of a sequence of features without the batch dimension.
 FEATURE_RANK = 2
 FLOATS = ("FP16", "BF16", "FP32")
@@ -47,8 +45,6 @@ class ConvFusion(Pass):
             return self.skip("compiled already")
         if "penstock.keep_fp32" in config.options:
             return self.skip("layers are kept in FP32 by their names")
-        if _keeps_linear(config) and not has_images(config):
-            return self.skip("linear layers have another precision, and there are no images")
         if not has_images(config) and not _has_features(config):
             return self.skip("no images among the inputs, nor on a GPU features of fixed shape")
         if config.device == "cpu" and not context.plan.is_exhaustive:
@@ -77,12 +73,8 @@ def _has_features(config: ModelConfig) -> bool:
     return config.uses_gpu and is_fixed and is_float
 
 
-def _keeps_linear(config: ModelConfig) -> bool:
-    return any(config.options.get(key) for key in OF_LINEAR)
-
-
 def _settings(config: ModelConfig) -> dict[str, str]:
-    what = CONVOLUTIONS if config.device == "cpu" or _keeps_linear(config) else "on"
+    what = CONVOLUTIONS if config.device == "cpu" else "on"
     has_graphs = config.device != "cpu" and all(spec.is_fixed for spec in config.model.inputs)
     if has_graphs and CUDA_GRAPHS not in config.options:
         return {"fuse": what, "graphs": "on"}

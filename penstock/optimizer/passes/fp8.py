@@ -26,7 +26,6 @@ from penstock.optimizer.passes import (
 from penstock.optimizer.passes.building import (
     SEPARATOR,
     has_open_layers,
-    leaving_linear,
     tolerating,
     with_options,
 )
@@ -104,14 +103,14 @@ class Fp8(LayeredPass):
             folders.carry_over(parent, target)
             chosen = BY_ROW
         else:
-            ranges = _calibrated(leaving_linear(parent.config), step, context)
+            ranges = _calibrated(parent.config, step, context)
             version = folders.carry_over(parent, target, {FILE})
             (version / FILE).write_text(json.dumps(ranges, indent=1))
             chosen = FILE
         # BF16 for everything else, because it has the range of FP32.
         kept = step.settings.get("keep", "")
         options = {OPTION: chosen, "penstock.dtype": "bf16", **({KEEP: kept} if kept else {})}
-        config = with_options(leaving_linear(parent.config), options)
+        config = with_options(parent.config, options)
         folders.write_config(target, tolerating(config, TOLERANCE))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:

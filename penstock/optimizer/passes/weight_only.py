@@ -9,7 +9,6 @@ from penstock.optimizer import folders
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import (
     has_open_layers,
-    leaving_linear,
     tolerating,
     with_options,
 )
@@ -54,7 +53,7 @@ class WeightOnly(Pass):
         options = {OPTION: step.settings["weights"]}
         if dtype not in ("fp16", "bf16"):
             options["penstock.dtype"] = "bf16"
-        config = tolerating(with_options(leaving_linear(parent.config), options), TOLERANCE)
+        config = tolerating(with_options(parent.config, options), TOLERANCE)
         folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:

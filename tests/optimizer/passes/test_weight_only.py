@@ -92,7 +92,7 @@ def test_built_and_read_back(build, tmp_path: Path) -> None:
 
     fused = replace(build, config=replace(build.config, options={"penstock.fuse": "on"}))
     PASS.build(fused, INT8, tmp_path / "v" / "m", workshop(tmp_path))
-    assert opened(tmp_path / "v" / "m").config.options["penstock.fuse"] == "convolutions"
+    assert opened(tmp_path / "v" / "m").config.options["penstock.fuse"] == "on"
 
     def facts(text: str) -> Facts:
         return Facts("pytorch", built={"weights": text} if text else {})
