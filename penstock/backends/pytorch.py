@@ -65,9 +65,14 @@ from penstock.backends.torch_fusion import (
     fuse,
     open_tuner,
 )
-from penstock.backends.torch_int8 import quantised_inputs
 from penstock.backends.torch_linear import LinearModel
-from penstock.backends.torch_onnx import cast_graph, load_graph, read_fixed, torch_type
+from penstock.backends.torch_onnx import (
+    cast_graph,
+    load_graph,
+    read_fixed,
+    torch_type,
+    uncast_inputs,
+)
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_regions import compile_regions
 from penstock.backends.torch_tracing import TraceInputs
@@ -173,7 +178,7 @@ class LoadedModule:
     packing: PackedModel | None = None
     # Set if its convolutions are fused; it owns the module.
     fusion: Fusion | None = None
-    # Inputs that keep their datatype: layers quantise them.
+    # Inputs that keep their datatype: layers quantise them, or 16 bits would spoil them.
     uncast: frozenset[str] = frozenset()
     # Values of inputs that are constants of the module.
     fixed: Mapping[str, Array] = field(default_factory=dict)
@@ -679,13 +684,13 @@ def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     if graph.int8:
         # The layers between those in INT8 are fused with the same kernels.
         options = replace(options, is_fused=True)
-    uncast = quantised_inputs(graph.module, graph.inputs)
-    loaded = LoadedModule(graph.module, graph.inputs, (), signature, fixed=fixed, uncast=uncast)
+    loaded = LoadedModule(graph.module, graph.inputs, (), signature, fixed=fixed)
     if options.is_packed:
         graph.module.to(_where_packed(graph.module, config))
         loaded = replace(loaded, packing=_packed(loaded, config))
         if options.dtype is not None:
             cast_graph(graph, options.dtype)
+    loaded = replace(loaded, uncast=uncast_inputs(graph))
     return _ready(_place_module(loaded, config, options, tuner), config)
 
 

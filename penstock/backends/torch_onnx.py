@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.backends.onnx_import.folding import Sample, fold_shapes, retype
+from penstock.backends.onnx_import.casting import retype
+from penstock.backends.onnx_import.folding import Sample, fold_shapes
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.backends.onnx_import.precision import UNCAST
 from penstock.backends.torch_floats import unmix, with_constants
-from penstock.backends.torch_int8 import quantise_graph
+from penstock.backends.torch_int8 import quantise_graph, quantised_inputs
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, first_line
 from penstock.kernels.convolution import Tuner
@@ -116,6 +118,14 @@ def cast_graph(graph: ImportedGraph, dtype: torch.dtype, keep: Collection[str] =
     kept = with_constants(graph.module, keep)
     retype(graph, dtype, kept)
     unmix(graph.module, dtype, kept)
+
+
+def uncast_inputs(graph: ImportedGraph) -> frozenset[str]:
+    """Return the inputs that the graph takes in their own datatype."""
+    placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    named = zip(graph.inputs, placeholders, strict=True)
+    exact = {name for name, node in named if node.meta.get(UNCAST)}
+    return quantised_inputs(graph.module, graph.inputs) | exact
 
 
 def samples(config: ModelConfig, graph: ImportedGraph) -> list[Sample]:

@@ -560,7 +560,7 @@ class _Emitter:
             return
         for number, name in enumerate(step.outputs):
             if name:
-                self._nodes[name] = self.graph.call_function(_item, (made, number))
+                self._nodes[name] = self.graph.call_function(take_item, (made, number))
                 self._nodes[name].meta[DTYPE] = self.flat.dtypes.get(name)
 
     def _read_constants(self, step: GraphStep) -> list[torch.Tensor | int | None]:
@@ -635,7 +635,7 @@ def _returns_tuple(compute: Compute) -> bool:
     return str(found).startswith("tuple[")
 
 
-def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+def take_item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
     return values[number]
 
 
