@@ -583,7 +583,8 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "fp8", fp8 and not is_open, ONLY_CODE
     yield "fp8", fp8 and mode, "not together with penstock.compile"
     keep = given["keep_fp32"]
-    yield "keep_fp32", keep and given["dtype"] not in ("fp16", "bf16"), "only with penstock.dtype"
+    is_half = given["dtype"] in ("fp16", "bf16")
+    yield "keep_fp32", keep and not is_half, "only with penstock.dtype fp16 or bf16"
     for key in ("fuse", "pack"):
         yield "keep_fp32", keep and given[key], f"not together with penstock.{key}"
     weights = given["weights"]
@@ -681,6 +682,7 @@ def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     tuner = open_tuner(config)
     dtype = None if options.is_packed else options.dtype
     graph = load_graph(config, dtype, options.keep, fixed, tuner)
+    options = replace(options, keep=frozenset(graph.kept))
     if graph.int8:
         # The layers between those in INT8 are fused with the same kernels.
         options = replace(options, is_fused=True)

@@ -15,7 +15,7 @@ from penstock.backends.onnx_import.folding import Sample, fold_shapes
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
 from penstock.backends.onnx_import.precision import UNCAST
-from penstock.backends.torch_floats import unmix, with_constants
+from penstock.backends.torch_floats import find_kept, unmix, with_constants
 from penstock.backends.torch_int8 import quantise_graph, quantised_inputs
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, first_line
@@ -90,7 +90,7 @@ def load_graph(
     fixed: Mapping[str, Array] | None = None,
     tuner: Tuner | None = None,
 ) -> ImportedGraph:
-    """Import the model's file and cast it; nodes in `keep` and their constants are not cast, and
+    """Import the model's file and cast it; the nodes and layers named in `keep` are not cast, and
     `tuner` chooses the kernels of layers in INT8. Raise ConfigError naming what this engine does
     not have, and what to do instead."""
     batch = (-1,) if config.max_batch_size else ()
@@ -115,9 +115,14 @@ def load_graph(
 
 
 def cast_graph(graph: ImportedGraph, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
-    kept = with_constants(graph.module, keep)
+    found = find_kept(graph.module, keep)
+    kept = with_constants(graph.module, found)
     retype(graph, dtype, kept)
     unmix(graph.module, dtype, kept)
+    # What is exact anyway may have been replaced.
+    left = {node.name for node in graph.module.graph.nodes}
+    left.update(name for name, _ in graph.module.named_modules())
+    graph.kept.update(found & left)
 
 
 def uncast_inputs(graph: ImportedGraph) -> frozenset[str]:

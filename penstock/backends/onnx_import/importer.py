@@ -87,6 +87,8 @@ HOST = "penstock_host"
 WEIGHT_SCALE = "penstock_weight_scale"
 # Keys of whether it runs on the host, and of its result's rank, if that is known.
 ON_HOST, RANK = "penstock_on_host", "penstock_rank"
+# Key of the names of the file's nodes that it computes.
+NODES = "penstock_nodes"
 # Key of ONNX's number of its result's datatype, if that is known.
 DTYPE = "penstock_dtype"
 
@@ -116,6 +118,8 @@ class ImportedGraph:
     symbols: Mapping[str, Sequence[str]]
     # Layers that compute in INT8, by kind.
     int8: Counter[str] = field(default_factory=Counter)
+    # Layers and functions that are not cast.
+    kept: set[str] = field(default_factory=set)
 
 
 def import_file(
@@ -555,6 +559,7 @@ class _Emitter:
             made = self.graph.call_module(name, (self._value(step.inputs[0]),))
         else:
             made = self._call(step, is_host)
+        made.meta[NODES] = (step.name,) if step.name else ()
         if len(step.outputs) == 1 and not _returns_tuple(step.operator.compute):
             self._nodes[step.outputs[0]] = made
             return

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from penstock.backends import torch_activations
 from penstock.backends.onnx_import import elementwise, layers, reductions, shapes
-from penstock.backends.onnx_import.importer import DTYPE, RANK
+from penstock.backends.onnx_import.importer import DTYPE, NODES, ON_HOST, RANK
 
 MEAN = reductions.OPERATORS["ReduceMean"].compute
 SOFTMAX = elementwise.OPERATORS["Softmax"].compute
@@ -112,9 +112,23 @@ def _replace(node: fx.Node, insert: Callable[[fx.Graph], fx.Node], rank: int | N
     with node.graph.inserting_before(node):
         made = insert(node.graph)
     made.meta[RANK], made.meta[DTYPE] = rank, node.meta.get(DTYPE)
+    made.meta[NODES] = _names_between(made, node)
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     return True
+
+
+def _names_between(made: fx.Node, node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the file's nodes that become one: from its inputs to the last."""
+    stop, found, waiting = {*made.all_input_nodes}, {node: None}, [node]
+    while waiting:
+        for each in waiting.pop().all_input_nodes:
+            is_inside = each not in stop and each not in found and each.op.startswith("call")
+            # Shapes of other tensors are on the host.
+            if is_inside and not each.meta.get(ON_HOST):
+                found[each] = None
+                waiting.append(each)
+    return tuple(name for each in found for name in each.meta.get(NODES, ()))
 
 
 def _fuse_padding(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -161,6 +175,7 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
             continue
         if bias.shape == (linear.out_features,):
             linear.bias = nn.Parameter(bias, requires_grad=False)
+            one.meta[NODES] = (*one.meta.get(NODES, ()), *node.meta.get(NODES, ()))
             node.replace_all_uses_with(one)
             return True
     return False
