@@ -15,6 +15,7 @@ from penstock.backends.onnx_import.folding import Sample, fold_shapes
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
 from penstock.backends.onnx_import.precision import UNCAST
+from penstock.backends.onnx_import.weights import BrokenFile
 from penstock.backends.torch_floats import find_kept, unmix, with_constants
 from penstock.backends.torch_int8 import quantise_graph, quantised_inputs
 from penstock.config import ModelConfig
@@ -32,7 +33,10 @@ APART = 6
 BATCH, BUCKET = "batch size", "bucket"
 # Option with the values of inputs that are constants of the model.
 FIXED = "penstock.fixed_inputs"
-ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
+ALTERNATIVE = (
+    "KIND_CPU in instance_group runs the model on ONNX Runtime, and "
+    "penstock.gpu_engine: 'onnxruntime' runs it with ONNX Runtime on the GPU"
+)
 
 
 def read_fixed(config: ModelConfig, inputs: Sequence[TensorSpec]) -> dict[str, Array]:
@@ -101,6 +105,8 @@ def load_graph(
     except ConfigError as error:
         name = Path(config.artifact).name
         problems = [f"{config.version}/{name}: {problem}" for problem in error.problems]
+        if isinstance(error, BrokenFile):
+            raise ConfigError(problems) from None
         raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
     fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)

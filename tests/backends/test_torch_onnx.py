@@ -102,6 +102,31 @@ def test_an_operator_that_is_missing_is_named_with_the_alternative(
     (problem,) = caught.value.problems
     assert "1/random.onnx: operator RandomNormalLike" in problem
     assert "KIND_CPU in instance_group runs the model on ONNX Runtime" in problem
+    assert "penstock.gpu_engine: 'onnxruntime'" in problem
+
+
+def test_a_file_for_one_cpu_is_named(config: ModelConfig, tmp_path: Path) -> None:
+    """As ONNX Runtime writes it at its highest level, where the CPU has such kernels."""
+    node = helper.make_node("ReorderInput", ["x"], ["y"], domain="com.microsoft.nchwc")
+    path = write(tmp_path / "blocked.onnx", [node], {})
+    with pytest.raises(ConfigError, match="level 'all', for one kind of CPU; use the original"):
+        backend("pytorch")(replace(config, artifact=str(path)))
+
+
+def test_missing_weights_are_missing_everywhere(config: ModelConfig, tmp_path: Path) -> None:
+    """No other engine is proposed, and the path is the file's own."""
+    weights = {"w": np.eye(4, dtype=np.float32)}
+    path = write(tmp_path / "model.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], weights)
+    model = onnx.load(path)
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    data = (tmp_path / "w.bin").read_bytes()
+    config = replace(config, artifact=str(path))
+    (tmp_path / "w.bin").write_bytes(data[:8])
+    with pytest.raises(ConfigError, match="external data 'w.bin' has no 64 bytes at offset 0$"):
+        backend("pytorch")(config)
+    (tmp_path / "w.bin").unlink()
+    with pytest.raises(ConfigError, match="'w.bin' is missing; it belongs beside the model$"):
+        backend("pytorch")(config)
 
 
 @pytest.mark.parametrize("length", [3, 32, 50])

@@ -38,6 +38,7 @@ INTEGER_OPERATORS = {
     "DynamicQuantizeMatMul",
     "MatMulInteger",
     "MatMulIntegerToFloat",
+    "QGemm",
     "QLinearConv",
     "QLinearMatMul",
 }

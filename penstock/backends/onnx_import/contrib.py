@@ -332,6 +332,32 @@ def qlinear_softmax(
     return _quantize(quantised.dequantize(x, x_scale, x_zero).softmax(axis), y_scale, y_zero, x)
 
 
+def quantised_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero: Tensor,
+    bias: Tensor | None = None,
+    y_scale: Tensor | None = None,
+    y_zero: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Tensor:
+    """Multiply matrices of integers; the result is one of integers if it has a scale."""
+    a, b = a.t() if transA else a, b.t() if transB else b
+    total = quantised.matmul_integer(a, b, a_zero, b_zero)
+    total = total if bias is None else total + bias
+    factor = alpha * a_scale.double() * b_scale.double()
+    if y_scale is None:
+        return (total * factor).to(a_scale.dtype)
+    assert y_zero is not None
+    return quantised.requantize(total, factor / y_scale.double(), y_zero, -1)
+
+
 def matmul_integer_to_float(
     a: Tensor,
     b: Tensor,
@@ -446,6 +472,7 @@ OPERATORS = {
     "MatMulIntegerToFloat": OnnxOperator(matmul_integer_to_float),
     "MatMulNBits": OnnxOperator(matmul_nbits),
     "MultiHeadAttention": OnnxOperator(multi_head_attention),
+    "QGemm": OnnxOperator(quantised_gemm),
     "QLinearAdd": _qlinear_binary(is_product=False),
     "QLinearConcat": OnnxOperator(qlinear_concat),
     "QLinearGlobalAveragePool": OnnxOperator(qlinear_average_pool),

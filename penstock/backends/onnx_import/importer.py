@@ -39,7 +39,7 @@ from penstock.backends.onnx_import import (
 )
 from penstock.backends.onnx_import.modules import build_module
 from penstock.backends.onnx_import.values import DTYPES, Compute, OnnxOperator
-from penstock.backends.onnx_import.weights import read_tensor
+from penstock.backends.onnx_import.weights import BrokenFile, read_tensor
 from penstock.errors import ConfigError, first_line
 
 log = logging.getLogger("penstock.onnx")
@@ -49,6 +49,12 @@ Attributes = dict[str, object]
 
 CONTRIB = "com.microsoft"
 STANDARD = ("", "ai.onnx")
+# Domain of operators on blocks of channels, for the vector units of one CPU.
+CPU_DOMAIN = "com.microsoft.nchwc"
+BLOCKED = (
+    "ONNX Runtime wrote the file at optimisation level 'all', for one kind of CPU; "
+    "use the original file, or level 'extended'"
+)
 OPERATORS: Mapping[str, Mapping[str, OnnxOperator]] = {
     "": {
         **elementwise.OPERATORS,
@@ -131,7 +137,7 @@ def import_file(
     try:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
-        raise ConfigError([f"cannot be read as ONNX: {first_line(error)}"]) from None
+        raise BrokenFile([f"cannot be read as ONNX: {first_line(error)}"]) from None
     return import_model(model, path.parent, fixed, sizes)
 
 
@@ -321,9 +327,11 @@ class _Flattener:
 
     def _refuse(self, node: NodeProto, why: str = "") -> None:
         domain = "" if node.domain in STANDARD else f"{node.domain}."
+        why = BLOCKED if node.domain == CPU_DOMAIN else why
         kind = "control flow" if node.op_type in CONTROL else "operator"
         text = f"{kind} {domain}{node.op_type} (node '{node.name}') is not supported on this engine"
-        self._problems.setdefault(f"{domain}{node.op_type}", text + (f": {why}" if why else ""))
+        key = domain if node.domain == CPU_DOMAIN else f"{domain}{node.op_type}"
+        self._problems.setdefault(key, text + (f": {why}" if why else ""))
 
     def _constant(self, node: NodeProto) -> torch.Tensor:
         (attribute,) = node.attribute

@@ -113,7 +113,7 @@ def conv_integer(
     return convolve(*given, **attributes).to(torch.int32)
 
 
-def _requantize(total: Tensor, factor: Tensor, zero: Tensor, axis: int = 1) -> Tensor:
+def requantize(total: Tensor, factor: Tensor, zero: Tensor, axis: int = 1) -> Tensor:
     values = total * _spread(factor, total, axis, 0).double()
     limits = torch.iinfo(zero.dtype)
     whole = torch.round(values) + zero.double()
@@ -132,7 +132,7 @@ def qlinear_matmul(
 ) -> Tensor:
     total = _centred(a, a_zero, -2) @ _centred(b, b_zero, -1)
     factor = a_scale.double() * b_scale.double() / y_scale.double()
-    return _requantize(total, factor, y_zero, -1)
+    return requantize(total, factor, y_zero, -1)
 
 
 def qlinear_conv(
@@ -149,7 +149,7 @@ def qlinear_conv(
 ) -> Tensor:
     given = _centred(x, x_zero, 1), _centred(weight, weight_zero, 0)
     total = convolve(*given, None if bias is None else bias.double(), **attributes)
-    return _requantize(total, x_scale.double() * weight_scale.double() / y_scale.double(), y_zero)
+    return requantize(total, x_scale.double() * weight_scale.double() / y_scale.double(), y_zero)
 
 
 OPERATORS = {

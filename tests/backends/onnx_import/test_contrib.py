@@ -108,6 +108,19 @@ CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
         | {"az": ZERO, "bz": np.array(1, np.int8), "c": numbers(5)},
         {},
     ),
+    "quantised gemm": (
+        "QGemm",
+        {"a": whole(np.uint8, 3, 4), "as": SCALE, "az": ZERO, "b": whole(np.int8, 5, 4)}
+        | {"bs": np.array([0.1, 0.2, 0.03, 0.01, 0.3], np.float32), "bz": np.zeros(5, np.int8)}
+        | {"c": np.array([100, -50, 7, 0, 3], np.int32), "ys": SCALE, "yz": ZERO},
+        {"transB": 1},
+    ),
+    "quantised gemm to float": (
+        "QGemm",
+        {"a": whole(np.uint8, 4, 3), "as": SCALE, "az": ZERO, "b": whole(np.int8, 4, 5)}
+        | {"bs": SCALE, "bz": np.array(1, np.int8)},
+        {"transA": 1, "alpha": 0.5},
+    ),
     "dynamic quantisation": (
         "DynamicQuantizeMatMul",
         {"a": numbers(3, 8), "b": whole(np.uint8, 8, 5), "bs": SCALE, "bz": ZERO},
