@@ -4,6 +4,7 @@ cast."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -48,11 +49,15 @@ def read_fixed(config: ModelConfig, inputs: Sequence[TensorSpec]) -> dict[str, A
     specs = {spec.name: spec for spec in inputs}
     values, problems = {}, []
     try:
-        given = json.loads(text) if text.startswith("{") else dict(_pairs(text))
+        is_object = text.startswith("{")
+        given = json.loads(text, object_pairs_hook=list) if is_object else list(_pairs(text))
     except ValueError:
         expected = 'expected "name=number, …" or a JSON object'
         raise ConfigError(f"parameters.{FIXED}: '{text}': {expected}") from None
-    for name, value in given.items():
+    for name, times in Counter(name for name, _ in given).items():
+        if times > 1:
+            problems.append(f"'{name}': given {times} times")
+    for name, value in given:
         if name not in specs:
             problems.append(f"'{name}': the model has only {', '.join(specs)}")
         elif config.max_batch_size and name in {spec.name for spec in config.inputs}:
@@ -79,12 +84,17 @@ def _fixed_value(spec: TensorSpec, value: object) -> Array:
         raise ValueError(f"{spec.datatype} cannot be fixed")
     found = np.array(value)
     kind = DATATYPES[spec.datatype].numpy
-    if found.dtype.kind not in "biuf" or not np.array_equal(found.astype(kind), found):
-        raise ValueError(f"{value} is not {spec.datatype}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = found.astype(kind) if found.dtype.kind in "biuf" else found
+    # Truth values are true and false, integers exact, and floats rounded but finite.
+    is_same = (found.dtype.kind == "b") == (kind.kind == "b")
+    is_held = np.isfinite(made).all() if kind.kind == "f" else np.array_equal(made, found)
+    if found.dtype.kind not in "biuf" or not is_same or not is_held:
+        raise ValueError(f"{json.dumps(value)} is not {spec.datatype}")
     shape = spec.shape if found.ndim == 0 and spec.is_fixed else found.shape
     if not shape_fits(shape, spec.shape):
         raise ValueError(f"shape {list(shape)} does not fit {list(spec.shape)}")
-    return np.broadcast_to(found.astype(kind), shape).copy()
+    return np.broadcast_to(made, shape).copy()
 
 
 def load_graph(

@@ -16,9 +16,11 @@ from penstock.backends.checks import read_code
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.repository.manifest import FileEntry, Manifest
-from penstock.types import Array, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec
 
 pytest.importorskip("torch")
+
+from penstock.backends.torch_onnx import read_fixed  # noqa: E402
 
 
 def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -370,12 +372,39 @@ class TestFixedInputs:
             ("sr=fast", "'sr=fast': expected"),
             ("sr=1.5", "'sr': 1.5 is not INT64"),
             ('{"sr": [1, 2]}', r"'sr': shape \[2\] does not fit \[\]"),
-            ('{"sr": "x"}', "'sr': x is not INT64"),
+            ('{"sr": "x"}', "'sr': \"x\" is not INT64"),
+            ("sr=true", "'sr': true is not INT64"),
+            ("sr=1, sr=1", "'sr': given 2 times"),
+            ('{"sr": 1, "sr": 2}', "'sr': given 2 times"),
         ],
     )
     def test_wrong_values_are_named(self, path: Path, fixed: str, problem: str) -> None:
         with pytest.raises(ConfigError, match=rf"parameters\.penstock\.fixed_inputs: {problem}"):
             backend("pytorch")(self.config(path, fixed, self.X))
+
+    @pytest.mark.parametrize(
+        ("datatype", "text", "value"),
+        [
+            ("FP32", "0.1", 0.1),
+            ("FP32", "3", 3),
+            ("FP16", "0.1", 0.1),
+            ("FP64", "0.1", 0.1),
+            ("BOOL", "true", True),
+        ],
+    )
+    def test_numbers_are_rounded_to_the_datatype(self, path, datatype, text, value) -> None:
+        spec = TensorSpec("s", datatype, (2,))
+        found = read_fixed(self.config(path, f"s={text}"), [spec])["s"]
+        assert found.dtype == DATATYPES[datatype].numpy
+        assert np.array_equal(found, np.full(2, value).astype(found.dtype))
+
+    @pytest.mark.parametrize(
+        ("datatype", "text"),
+        [("FP32", "1e400"), ("FP16", "70000"), ("FP32", "true"), ("BOOL", "1"), ("UINT8", "-1")],
+    )
+    def test_numbers_that_a_datatype_does_not_hold(self, path, datatype, text) -> None:
+        with pytest.raises(ConfigError, match=f"is not {datatype}"):
+            read_fixed(self.config(path, f"s={text}"), [TensorSpec("s", datatype, (1,))])
 
     def test_without_it_the_option_is_not_needed_elsewhere(self, path: Path) -> None:
         with pytest.raises(ConfigError, match="its condition is not a constant"):

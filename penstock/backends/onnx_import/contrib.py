@@ -306,10 +306,9 @@ def qlinear_average_pool(
     *,
     channels_last: int = 0,
 ) -> Tensor:
-    if channels_last:
-        raise ConfigError("QLinearGlobalAveragePool: channels_last is not supported")
     values = quantised.dequantize(x, x_scale, x_zero)
-    return _quantize(values.mean(tuple(range(2, x.dim())), keepdim=True), y_scale, y_zero, x)
+    axes = range(1, x.dim() - 1) if channels_last else range(2, x.dim())
+    return _quantize(values.mean(tuple(axes), keepdim=True), y_scale, y_zero, x)
 
 
 def qlinear_concat(y_scale: Tensor, y_zero: Tensor, *given: Tensor, axis: int) -> Tensor:

@@ -145,11 +145,17 @@ def qlinear_conv(
     y_scale: Tensor,
     y_zero: Tensor,
     bias: Tensor | None = None,
+    *,
+    channels_last: int = 0,
     **attributes: Unpack[ConvAttributes],
 ) -> Tensor:
+    """Convolve; ONNX Runtime's own operator may have channels last."""
+    x = x.movedim(-1, 1) if channels_last else x
     given = _centred(x, x_zero, 1), _centred(weight, weight_zero, 0)
     total = convolve(*given, None if bias is None else bias.double(), **attributes)
-    return requantize(total, x_scale.double() * weight_scale.double() / y_scale.double(), y_zero)
+    factor = x_scale.double() * weight_scale.double() / y_scale.double()
+    found = requantize(total, factor, y_zero)
+    return found.movedim(1, -1) if channels_last else found
 
 
 OPERATORS = {

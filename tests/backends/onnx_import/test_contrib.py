@@ -108,6 +108,18 @@ CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
         | {"az": ZERO, "bz": np.array(1, np.int8), "c": numbers(5)},
         {},
     ),
+    "quantised convolution, channels last": (
+        "QLinearConv",
+        {"x": whole(np.uint8, 2, 6, 6, 3), "xs": SCALE, "xz": ZERO, "w": whole(np.int8, 4, 3, 3, 3)}
+        | {"ws": np.array([0.1, 0.02, 0.3, 0.01], np.float32), "wz": np.zeros(4, np.int8)}
+        | {"ys": np.array(20, np.float32), "yz": ZERO, "b": np.array([5, -7, 900, 0], np.int32)},
+        {"channels_last": 1, "pads": [1, 1, 1, 1]},
+    ),
+    "quantised pool, channels last": (
+        "QLinearGlobalAveragePool",
+        {"x": whole(np.uint8, 2, 6, 6, 3), "xs": SCALE, "xz": ZERO, "ys": SCALE, "yz": ZERO},
+        {"channels_last": 1},
+    ),
     "quantised gemm": (
         "QGemm",
         {"a": whole(np.uint8, 3, 4), "as": SCALE, "az": ZERO, "b": whole(np.int8, 5, 4)}
