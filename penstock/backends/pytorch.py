@@ -42,6 +42,7 @@ from penstock.backends.checks import (
     read_code,
     share_of_cores,
     warn_unknown,
+    warn_without_effect,
 )
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
@@ -77,7 +78,7 @@ from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_regions import compile_regions
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
-from penstock.config import CPU, ModelConfig
+from penstock.config import CPU, GPU_ENGINE, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.gemm import joined
@@ -87,6 +88,7 @@ from penstock.system import devices
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.units import quoted
 
+NAME = "pytorch"
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
 ONNX = ".onnx"
@@ -489,11 +491,27 @@ def load(config: ModelConfig) -> TorchRunner:
     if config.device != CPU:
         set_precision(config.options.get("penstock.dtype", ""))
     loaded = _load_any(config, options)
+    for key, why in _without_effect(config, loaded):
+        warn_without_effect(key, why)
     try:
         return TorchRunner(config, options, loaded)
     except BaseException:
         loaded.close()
         raise
+
+
+def _without_effect(config: ModelConfig, loaded: LoadedModule) -> Iterator[tuple[str, str]]:
+    """Yield options that change nothing for this model, and why."""
+    fuse, layout = (config.options.get(f"penstock.{key}") for key in ("fuse", "memory_format"))
+    if fuse and loaded.fusion is not None and not loaded.fusion.layers:
+        yield "penstock.fuse", f"the model has no layers that '{fuse}' fuses"
+    if layout and fuse:
+        yield "penstock.memory_format", "penstock.fuse has channels last already"
+    elif layout and not any(each.ndim == IMAGE_RANK for each in loaded.module.parameters()):
+        yield "penstock.memory_format", "the model has no convolutions of images"
+    if config.backend == NAME and config.options.get(GPU_ENGINE):
+        why = "is for platform 'onnxruntime_onnx'"
+        yield GPU_ENGINE, f"backend '{NAME}' runs the model, and the option {why}"
 
 
 def load_module(config: ModelConfig) -> LoadedModule:
@@ -531,7 +549,7 @@ def _options(config: ModelConfig) -> Options:
     problems += [
         f"parameters.{key}: '{settings[key]}' is not one of {', '.join(known[1:])}"
         for key, known in VALUES.items()
-        if settings.get(key, "") not in known
+        if settings.get(key, known[0]) not in known or settings.get(key) == ""
     ]
     wrong = [(key, why) for key, is_wrong, why in _conflicts(config, given) if is_wrong]
     problems += [f"parameters.penstock.{key}: {why}" for key, why in wrong]
@@ -585,6 +603,8 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     keep = given["keep_fp32"]
     is_half = given["dtype"] in ("fp16", "bf16")
     yield "keep_fp32", keep and not is_half, "only with penstock.dtype fp16 or bf16"
+    for key in ("keep_fp32", "fp8_keep"):
+        yield key, torch_linear.has_empty_names(given[key]), f"'{given[key]}' has an empty name"
     for key in ("fuse", "pack"):
         yield "keep_fp32", keep and given[key], f"not together with penstock.{key}"
     weights = given["weights"]

@@ -183,6 +183,10 @@ def names_in(text: str) -> set[str]:
     return {name for name in (part.strip() for part in text.split(SEPARATOR)) if name}
 
 
+def has_empty_names(text: str) -> bool:
+    return bool(text) and not all(part.strip() for part in text.split(SEPARATOR))
+
+
 def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError with each name that is unknown, and the nearest ones."""
     known = list(known)

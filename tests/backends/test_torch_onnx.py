@@ -20,7 +20,7 @@ from penstock.types import DATATYPES, Array, TensorSpec
 
 pytest.importorskip("torch")
 
-from penstock.backends.torch_onnx import read_fixed  # noqa: E402
+from penstock.backends.torch_onnx import read_fixed
 
 
 def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -296,6 +296,45 @@ def test_a_model_that_asks_for_a_gpu_is_refused_without(
 ) -> None:
     with pytest.raises(ConfigError, match="device: 'cuda:7' cannot be used"):
         backend("onnxruntime")(replace(config, backend="onnxruntime", device="cuda:7"))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"fuse": ""}, "fuse: '' is not one of convolutions, transformer, on"),
+        ({"dtype": "fp16", "keep_fp32": "a,,b"}, "keep_fp32: 'a,,b' has an empty name"),
+        ({"fp8": "rowwise", "fp8_keep": ","}, "fp8_keep: ',' has an empty name"),
+    ],
+)
+def test_empty_values_are_refused(config: ModelConfig, options: dict, problem: str) -> None:
+    named = {f"penstock.{key}": text for key, text in options.items()}
+    with pytest.raises(ConfigError) as caught:
+        backend("pytorch")(replace(config, options=named))
+    assert f"parameters.penstock.{problem}" in caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [
+        ({"fuse": "convolutions"}, ["fuse: has no effect; the model has no layers"]),
+        ({"memory_format": "channels_last"}, ["memory_format: has no effect; the model has no"]),
+        (
+            {"memory_format": "channels_last", "fuse": "on"},
+            ["memory_format: has no effect; penstock.fuse has channels last already"],
+        ),
+        ({"gpu_engine": "onnxruntime"}, ["gpu_engine: has no effect; backend 'pytorch' runs"]),
+        ({"fuse": "transformer", "dtype": "fp32"}, []),
+    ],
+)
+def test_options_without_effect_are_named(
+    config: ModelConfig, caplog: pytest.LogCaptureFixture, options: dict, warnings: list[str]
+) -> None:
+    named = {f"penstock.{key}": text for key, text in options.items()}
+    backend("pytorch")(replace(config, options=named)).close()
+    found = [each.getMessage() for each in caplog.records]
+    assert len(found) == len(warnings)
+    for message, expected in zip(found, warnings, strict=True):
+        assert message.startswith(f"parameters.penstock.{expected}")
 
 
 class TestFixedInputs:
