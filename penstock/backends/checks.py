@@ -46,6 +46,10 @@ def warn_unknown(config: ModelConfig, known: Sequence[str]) -> None:
             log.warning(text, key, config.backend, ", ".join(known))
 
 
+def warn_without_effect(key: str, why: str) -> None:
+    log.warning("parameters.%s: has no effect; %s", key, why)
+
+
 def num_threads(settings: Mapping[str, str], key: str, default: int, problems: list[str]) -> int:
     text = settings.get(key, str(default))
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_THREADS):

@@ -42,6 +42,7 @@ from penstock.backends.checks import (
     read_code,
     share_of_cores,
     warn_unknown,
+    warn_without_effect,
 )
 from penstock.backends.finished import Finished
 from penstock.backends.python import Code
@@ -63,14 +64,19 @@ from penstock.backends.torch_fusion import (
     fuse,
     open_tuner,
 )
-from penstock.backends.torch_int8 import quantised_inputs
 from penstock.backends.torch_linear import LinearModel
-from penstock.backends.torch_onnx import cast_graph, load_graph, read_fixed, torch_type
+from penstock.backends.torch_onnx import (
+    cast_graph,
+    load_graph,
+    read_fixed,
+    torch_type,
+    uncast_inputs,
+)
 from penstock.backends.torch_packing import PackedModel
 from penstock.backends.torch_regions import compile_regions
 from penstock.backends.torch_tracing import TraceInputs
 from penstock.backends.torch_weights import load_network, load_weights
-from penstock.config import CPU, ModelConfig
+from penstock.config import CPU, GPU_ENGINE, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.gemm import joined
@@ -80,6 +86,7 @@ from penstock.system import devices
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.units import quoted
 
+NAME = "pytorch"
 # Configuration of a Hugging Face folder.
 PRETRAINED = "config.json"
 ONNX = ".onnx"
@@ -171,7 +178,7 @@ class LoadedModule:
     packing: PackedModel | None = None
     # Set if its convolutions are fused; it owns the module.
     fusion: Fusion | None = None
-    # Inputs that keep their datatype: layers quantise them.
+    # Inputs that keep their datatype: layers quantise them, or 16 bits would spoil them.
     uncast: frozenset[str] = frozenset()
     # Values of inputs that are constants of the module.
     fixed: Mapping[str, Array] = field(default_factory=dict)
@@ -482,11 +489,27 @@ def load(config: ModelConfig) -> TorchRunner:
     if config.device != CPU:
         set_precision(config.options.get("penstock.dtype", ""))
     loaded = _load_any(config, options)
+    for key, why in _without_effect(config, loaded):
+        warn_without_effect(key, why)
     try:
         return TorchRunner(config, options, loaded)
     except BaseException:
         loaded.close()
         raise
+
+
+def _without_effect(config: ModelConfig, loaded: LoadedModule) -> Iterator[tuple[str, str]]:
+    """Yield options that change nothing for this model, and why."""
+    fuse, layout = (config.options.get(f"penstock.{key}") for key in ("fuse", "memory_format"))
+    if fuse and loaded.fusion is not None and not loaded.fusion.layers:
+        yield "penstock.fuse", f"the model has no layers that '{fuse}' fuses"
+    if layout and fuse:
+        yield "penstock.memory_format", "penstock.fuse has channels last already"
+    elif layout and not any(each.ndim == IMAGE_RANK for each in loaded.module.parameters()):
+        yield "penstock.memory_format", "the model has no convolutions of images"
+    if config.backend == NAME and config.options.get(GPU_ENGINE):
+        why = "is for platform 'onnxruntime_onnx'"
+        yield GPU_ENGINE, f"backend '{NAME}' runs the model, and the option {why}"
 
 
 def load_module(config: ModelConfig) -> LoadedModule:
@@ -524,7 +547,7 @@ def _options(config: ModelConfig) -> Options:
     problems += [
         f"parameters.{key}: '{settings[key]}' is not one of {', '.join(known[1:])}"
         for key, known in VALUES.items()
-        if settings.get(key, "") not in known
+        if settings.get(key, known[0]) not in known or settings.get(key) == ""
     ]
     wrong = [(key, why) for key, is_wrong, why in _conflicts(config, given) if is_wrong]
     problems += [f"parameters.penstock.{key}: {why}" for key, why in wrong]
@@ -576,7 +599,10 @@ def _conflicts(config: ModelConfig, given: Mapping[str, str]) -> Iterator[tuple[
     yield "fp8", fp8 and not is_open, ONLY_CODE
     yield "fp8", fp8 and mode, "not together with penstock.compile"
     keep = given["keep_fp32"]
-    yield "keep_fp32", keep and given["dtype"] not in ("fp16", "bf16"), "only with penstock.dtype"
+    is_half = given["dtype"] in ("fp16", "bf16")
+    yield "keep_fp32", keep and not is_half, "only with penstock.dtype fp16 or bf16"
+    for key in ("keep_fp32", "fp8_keep"):
+        yield key, torch_linear.has_empty_names(given[key]), f"'{given[key]}' has an empty name"
     for key in ("fuse", "pack"):
         yield "keep_fp32", keep and given[key], f"not together with penstock.{key}"
     weights = given["weights"]
@@ -670,16 +696,17 @@ def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
     tuner = open_tuner(config)
     dtype = None if options.is_packed else options.dtype
     graph = load_graph(config, dtype, options.keep, fixed, tuner)
+    options = replace(options, keep=frozenset(graph.kept))
     if graph.int8:
         # The layers between those in INT8 are fused with the same kernels.
         options = replace(options, is_fused=True)
-    uncast = quantised_inputs(graph.module, graph.inputs)
-    loaded = LoadedModule(graph.module, graph.inputs, (), signature, fixed=fixed, uncast=uncast)
+    loaded = LoadedModule(graph.module, graph.inputs, (), signature, fixed=fixed)
     if options.is_packed:
         graph.module.to(_where_packed(graph.module, config))
         loaded = replace(loaded, packing=_packed(loaded, config))
         if options.dtype is not None:
             cast_graph(graph, options.dtype)
+    loaded = replace(loaded, uncast=uncast_inputs(graph))
     return _ready(_place_module(loaded, config, options, tuner), config)
 
 

@@ -1,6 +1,6 @@
 """Layers that stay in FP32 in a model of 16-bit floats (`penstock.keep_fp32`), and which must.
 
-A layer is a submodule, by name; in an imported graph also a function, by the name of its node. A
+A layer is a submodule, by name; in an imported graph also a node of the file or a function. A
 kept layer takes its inputs in FP32 and gives its results in FP32, and what is computed of them
 stays FP32 up to the next layer with weights, so values beyond FP16 survive in between. Layers that
 do not fit FP16 are found by running the model in both.
@@ -18,9 +18,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.backends.onnx_import import contrib, layers, matrices, patterns, recurrent
-from penstock.backends.onnx_import.importer import ON_HOST, ToDevice
+from penstock.backends.onnx_import.importer import NODES, ON_HOST, ToDevice
 from penstock.backends.onnx_import.values import Compute
-from penstock.errors import ConfigError
+from penstock.backends.torch_linear import check_names
 
 OPTION = "penstock.keep_fp32"
 # Functions whose tensors must have one datatype.
@@ -44,6 +44,20 @@ def _cast(values: T, dtype: torch.dtype) -> T:
 
 def _floats(values: object) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(values) if _is_float(each)]
+
+
+def find_kept(graph: fx.GraphModule, keep: Collection[str]) -> set[str]:
+    """Return the layers and functions of an imported graph with these names: their own, or those of
+    the file's nodes that they compute. ConfigError if a name is none of these."""
+    own: dict[str, set[str]] = {}
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_module") or node.meta.get(ON_HOST):
+            continue
+        name = str(node.target) if node.op == "call_module" else node.name
+        for each in (name, *node.meta.get(NODES, ())):
+            own.setdefault(each, set()).add(name)
+    check_names(OPTION, keep, own)
+    return {name for each in keep for name in own[each]}
 
 
 def with_constants(graph: fx.GraphModule, keep: Collection[str]) -> set[str]:
@@ -88,8 +102,7 @@ def cast_others(module: nn.Module, dtype: torch.dtype, keep: Collection[str]) ->
     known = dict(module.named_modules())
     graph = module if isinstance(module, fx.GraphModule) else None
     nodes = {node.name for node in graph.graph.nodes} if graph is not None else set()
-    if unknown := sorted({*keep} - nodes - known.keys()):
-        raise ConfigError([f"parameters.{OPTION}: there is no layer '{each}'" for each in unknown])
+    check_names(OPTION, keep, [name for name in (*known, *nodes) if name])
     constants = with_constants(graph, keep) - {*keep} if graph is not None else set()
     kept = [known[name] for name in keep if name in known]
     tensors = [each for layer in kept for each in (*layer.parameters(), *layer.buffers())]

@@ -8,6 +8,7 @@ layers of their own (`torch_packing`).
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from penstock.kernels.fp8_linear import MULTIPLE, E4m3Linear, Fp8Input, FusedAct
 from penstock.kernels.gemm import Multiplier, open_multiplier
 from penstock.kernels.integer_weights import MIN_GROUP, WeightOnlyLinear
 from penstock.kernels.packed_encoder import KERNEL_TYPES
+from penstock.units import quoted
 
 WEIGHTS_OPTION = "penstock.weights"
 # Bits by the value of the option.
@@ -36,6 +38,9 @@ WEIGHTS = {"int8": 8, "int4": 4}
 # Smaller layers take no time to read.
 MIN_WEIGHTS = 1 << 14
 SEPARATOR = ","
+# Names that are listed beside one that is unknown.
+NUM_NEAR = 5
+LINEAR = "linear layer"
 # Modules whose code reads the weights of its linear layers instead of calling them.
 CLOSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 FUSED: Mapping[Activation, FusedActivation] = {GELU: "gelu", GELU_TANH: "gelu_tanh"}
@@ -129,7 +134,8 @@ def shrink_weights(module: nn.Module, config: ModelConfig) -> LinearModel:
     found = find_layers(module)
     chosen = {name: each for name, each in found.items() if _is_large(each)}
     if not chosen:
-        problem = f"no linear layer has {MIN_WEIGHTS} weights and a depth that is a multiple of 32"
+        depth = f"inputs in a multiple of {MIN_GROUP}"
+        problem = f"no linear layer has at least {MIN_WEIGHTS} weights and {depth}"
         raise ConfigError(f"parameters.{WEIGHTS_OPTION}: {problem}")
     made = {id(each): WeightOnlyLinear(each, bits).eval() for each in chosen.values()}
     layers = {name: made[id(each)] for name, each in chosen.items()}
@@ -146,14 +152,18 @@ def chosen_ranges(module: nn.Module, config: ModelConfig) -> dict[str, float | N
     """Return the layers to convert with their largest inputs; None: a scale per row."""
     known, asked = find_layers(module), config.options[FP8_OPTION]
     kept = names_in(config.options.get(KEEP_OPTION, ""))
-    problems = [f"parameters.{KEEP_OPTION}: {_no_layer(each, known)}" for each in kept - {*known}]
+    problems = [
+        f"parameters.{KEEP_OPTION}: {no_layer(each, known, LINEAR)}" for each in kept - {*known}
+    ]
     ranges: dict[str, float | None] = {
         name: None for name, each in known.items() if asked == ROWWISE and fits(each)
     }
     where = f"parameters.{FP8_OPTION}"
     if asked != ROWWISE:
         ranges = {**read_ranges(Path(config.artifact).with_name(asked))}
-        problems += [f"{where}: {_no_layer(each, known)}" for each in ranges if each not in known]
+        problems += [
+            f"{where}: {no_layer(each, known, LINEAR)}" for each in ranges if each not in known
+        ]
         for name in ranges.keys() & known.keys():
             shape = tuple(known[name].weight.shape)
             if not fits(known[name]):
@@ -175,9 +185,22 @@ def names_in(text: str) -> set[str]:
     return {name for name in (part.strip() for part in text.split(SEPARATOR)) if name}
 
 
-def _no_layer(name: str, known: Iterable[str]) -> str:
-    some = ", ".join(f"'{each}'" for each in list(known)[:3])
-    return f"there is no linear layer '{name}'; the model has {some or 'none'}, ..."
+def has_empty_names(text: str) -> bool:
+    return bool(text) and not all(part.strip() for part in text.split(SEPARATOR))
+
+
+def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError with each name that is unknown, and the nearest ones."""
+    known = list(known)
+    if unknown := sorted({*names}.difference(known)):
+        raise ConfigError([f"parameters.{option}: {no_layer(name, known)}" for name in unknown])
+
+
+def no_layer(name: str, known: Iterable[str], kind: str = "layer") -> str:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, NUM_NEAR, cutoff=0.4)
+    some = f"the nearest are {quoted(near)}" if near else f"there are {quoted(known[:NUM_NEAR])}"
+    return f"there is no {kind} '{name}'; {some if known else 'the model has none'}"
 
 
 def to_fp8(

@@ -4,17 +4,21 @@ cast."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from penstock.backends.onnx_import.folding import Sample, fold_shapes, retype
+from penstock.backends.onnx_import.casting import retype
+from penstock.backends.onnx_import.folding import Sample, fold_shapes
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
-from penstock.backends.torch_floats import unmix, with_constants
-from penstock.backends.torch_int8 import quantise_graph
+from penstock.backends.onnx_import.precision import UNCAST
+from penstock.backends.onnx_import.weights import BrokenFile
+from penstock.backends.torch_floats import find_kept, unmix, with_constants
+from penstock.backends.torch_int8 import quantise_graph, quantised_inputs
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, first_line
 from penstock.kernels.convolution import Tuner
@@ -30,7 +34,10 @@ APART = 6
 BATCH, BUCKET = "batch size", "bucket"
 # Option with the values of inputs that are constants of the model.
 FIXED = "penstock.fixed_inputs"
-ALTERNATIVE = "KIND_CPU in instance_group runs the model on ONNX Runtime"
+ALTERNATIVE = (
+    "KIND_CPU in instance_group runs the model on ONNX Runtime, and "
+    "penstock.gpu_engine: 'onnxruntime' runs it with ONNX Runtime on the GPU"
+)
 
 
 def read_fixed(config: ModelConfig, inputs: Sequence[TensorSpec]) -> dict[str, Array]:
@@ -42,11 +49,15 @@ def read_fixed(config: ModelConfig, inputs: Sequence[TensorSpec]) -> dict[str, A
     specs = {spec.name: spec for spec in inputs}
     values, problems = {}, []
     try:
-        given = json.loads(text) if text.startswith("{") else dict(_pairs(text))
+        is_object = text.startswith("{")
+        given = json.loads(text, object_pairs_hook=list) if is_object else list(_pairs(text))
     except ValueError:
         expected = 'expected "name=number, …" or a JSON object'
         raise ConfigError(f"parameters.{FIXED}: '{text}': {expected}") from None
-    for name, value in given.items():
+    for name, times in Counter(name for name, _ in given).items():
+        if times > 1:
+            problems.append(f"'{name}': given {times} times")
+    for name, value in given:
         if name not in specs:
             problems.append(f"'{name}': the model has only {', '.join(specs)}")
         elif config.max_batch_size and name in {spec.name for spec in config.inputs}:
@@ -73,12 +84,17 @@ def _fixed_value(spec: TensorSpec, value: object) -> Array:
         raise ValueError(f"{spec.datatype} cannot be fixed")
     found = np.array(value)
     kind = DATATYPES[spec.datatype].numpy
-    if found.dtype.kind not in "biuf" or not np.array_equal(found.astype(kind), found):
-        raise ValueError(f"{value} is not {spec.datatype}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = found.astype(kind) if found.dtype.kind in "biuf" else found
+    # Truth values are true and false, integers exact, and floats rounded but finite.
+    is_same = (found.dtype.kind == "b") == (kind.kind == "b")
+    is_held = np.isfinite(made).all() if kind.kind == "f" else np.array_equal(made, found)
+    if found.dtype.kind not in "biuf" or not is_same or not is_held:
+        raise ValueError(f"{json.dumps(value)} is not {spec.datatype}")
     shape = spec.shape if found.ndim == 0 and spec.is_fixed else found.shape
     if not shape_fits(shape, spec.shape):
         raise ValueError(f"shape {list(shape)} does not fit {list(spec.shape)}")
-    return np.broadcast_to(found.astype(kind), shape).copy()
+    return np.broadcast_to(made, shape).copy()
 
 
 def load_graph(
@@ -88,7 +104,7 @@ def load_graph(
     fixed: Mapping[str, Array] | None = None,
     tuner: Tuner | None = None,
 ) -> ImportedGraph:
-    """Import the model's file and cast it; nodes in `keep` and their constants are not cast, and
+    """Import the model's file and cast it; the nodes and layers named in `keep` are not cast, and
     `tuner` chooses the kernels of layers in INT8. Raise ConfigError naming what this engine does
     not have, and what to do instead."""
     batch = (-1,) if config.max_batch_size else ()
@@ -99,6 +115,8 @@ def load_graph(
     except ConfigError as error:
         name = Path(config.artifact).name
         problems = [f"{config.version}/{name}: {problem}" for problem in error.problems]
+        if isinstance(error, BrokenFile):
+            raise ConfigError(problems) from None
         raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
     fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)
@@ -113,9 +131,22 @@ def load_graph(
 
 
 def cast_graph(graph: ImportedGraph, dtype: torch.dtype, keep: Collection[str] = ()) -> None:
-    kept = with_constants(graph.module, keep)
+    found = find_kept(graph.module, keep)
+    kept = with_constants(graph.module, found)
     retype(graph, dtype, kept)
     unmix(graph.module, dtype, kept)
+    # What is exact anyway may have been replaced.
+    left = {node.name for node in graph.module.graph.nodes}
+    left.update(name for name, _ in graph.module.named_modules())
+    graph.kept.update(found & left)
+
+
+def uncast_inputs(graph: ImportedGraph) -> frozenset[str]:
+    """Return the inputs that the graph takes in their own datatype."""
+    placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    named = zip(graph.inputs, placeholders, strict=True)
+    exact = {name for name, node in named if node.meta.get(UNCAST)}
+    return quantised_inputs(graph.module, graph.inputs) | exact
 
 
 def samples(config: ModelConfig, graph: ImportedGraph) -> list[Sample]:

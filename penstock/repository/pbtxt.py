@@ -518,7 +518,8 @@ class _Resolver:
             for problem in error.problems:
                 where = "" if self._named else f"{self._folder.name}/"
                 self._problem(f"{where}{artifact.name}", problem)
-            return (), (), 0
+            # The file might have allowed batches.
+            return (), (), self._message.max_batch_size or DEFAULT_MAX_BATCH
         max_batch = self._message.max_batch_size
         if not max_batch and not inputs and not outputs:
             if signature.has_batch:
@@ -780,7 +781,7 @@ def _queue_policy(message: Proto) -> QueuePolicy:
 
 def _signature_reader(backend: str, artifact: Path) -> SignatureReader | None:
     """Return the function that reads a file's signature without its library, or None."""
-    if backend == "openvino" and artifact.suffix == ".onnx":
+    if backend in ("openvino", "pytorch") and artifact.suffix == ".onnx":
         return onnx_file.read_signature
     if backend == "pytorch" and artifact.suffix == ".py":
         return None

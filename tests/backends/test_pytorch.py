@@ -743,6 +743,7 @@ def test_what_is_of_gpus_is_refused_on_a_cpu(tmp_path: Path, option: str, text: 
         ("stream_priority", "urgent", "high, normal, low"),
         ("streams", "9", "1, 2, 3, 4, 5, 6, 7, 8"),
         ("nvtx", "yes", "on, off"),
+        ("nvtx", "", "on, off"),
     ],
 )
 def test_what_is_accepted_is_said(tmp_path: Path, option: str, text: str, expected: str) -> None:

@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from suites.backend import model_config
 
 from penstock.backends import Batch, backend
@@ -70,7 +72,11 @@ def test_bf16_may_keep_layers_too(config: ModelConfig) -> None:
     ("options", "problem"),
     [
         ({**HALF, "penstock.keep_fp32": "nowhere"}, "there is no layer 'nowhere'"),
-        ({"penstock.keep_fp32": "middle"}, "only with penstock.dtype"),
+        ({"penstock.keep_fp32": "middle"}, "only with penstock.dtype fp16 or bf16"),
+        (
+            {"penstock.dtype": "fp32", "penstock.keep_fp32": "middle"},
+            "only with penstock.dtype fp16 or bf16",
+        ),
         (
             {**HALF, "penstock.keep_fp32": "middle", "penstock.fuse": "convolutions"},
             "not together with penstock.fuse",
@@ -80,6 +86,60 @@ def test_bf16_may_keep_layers_too(config: ModelConfig) -> None:
 def test_what_is_wrong_is_said(config: ModelConfig, options, problem) -> None:
     with pytest.raises(ConfigError, match=problem):
         answer(config, **options)
+
+
+def test_the_nearest_names_are_listed(config: ModelConfig) -> None:
+    """Of a file also those of its nodes."""
+    near, wrong = "middle", "midle"
+    if config.artifact.endswith(".onnx"):
+        near, wrong = "/middle/Gemm", "/midle/Gem"
+    with pytest.raises(ConfigError, match=f"the nearest are .*'{near}'"):
+        answer(config, **HALF, **{"penstock.keep_fp32": wrong})
+
+
+def test_nodes_of_a_file_are_kept_by_their_names(tmp_path: Path) -> None:
+    path = write_onnx(tmp_path, LARGE, (64,))
+    specs = [TensorSpec("x", "FP32", (64,))], [TensorSpec("y", "FP32", (64,))]
+    config = model_config("pytorch", path, *specs)
+    wanted, _ = answer(config)
+    found, _ = answer(config, **HALF, **{"penstock.keep_fp32": "/middle/Gemm, /back/Gemm"})
+    np.testing.assert_allclose(found, wanted, atol=2e-3)
+    one, _ = answer(config, **HALF, **{"penstock.keep_fp32": "/first/Gemm"})
+    assert not np.isfinite(one).all()
+
+
+@pytest.mark.parametrize("name", ["square", "mean", "last"])
+def test_a_node_that_became_part_of_a_layer_keeps_it(tmp_path: Path, name: str) -> None:
+    """A decomposed norm is one function, whichever of its nodes is named."""
+    nodes = [
+        helper.make_node("Mul", ["x", "x"], ["p"], "square"),
+        helper.make_node("ReduceMean", ["p"], ["m"], "mean", axes=[-1]),
+        helper.make_node("Add", ["m", "epsilon"], ["v"], "add"),
+        helper.make_node("Sqrt", ["v"], ["r"], "root"),
+        helper.make_node("Div", ["x", "r"], ["n"], "divide"),
+        helper.make_node("Mul", ["n", "w"], ["y"], "last"),
+    ]
+    value = helper.make_tensor_value_info
+    weights = {"epsilon": np.array(1e-6, np.float32), "w": np.arange(64, dtype=np.float32) / 7}
+    graph = helper.make_graph(
+        nodes,
+        "made",
+        [value("x", TensorProto.FLOAT, ["n", 64])],
+        [value("y", TensorProto.FLOAT, ["n", 64])],
+        [numpy_helper.from_array(each, key) for key, each in weights.items()],
+    )
+    path = tmp_path / "1" / "model.onnx"
+    path.parent.mkdir()
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    specs = [TensorSpec("x", "FP32", (64,))], [TensorSpec("y", "FP32", (64,))]
+    config = model_config("pytorch", path, *specs)
+    wanted, _ = answer(config)
+    plain, _ = answer(config, **HALF)
+    found, built = answer(config, **HALF, **{"penstock.keep_fp32": name})
+    # The weight and the result are in FP32; the input is not.
+    assert np.abs(found - wanted).max() < np.abs(plain - wanted).max()
+    assert built["dtype"] == "float16,float32" and built["keep_fp32"] == "1 layers"
 
 
 def test_constants_of_a_kept_function_keep_their_size(tmp_path: Path) -> None:

@@ -351,5 +351,7 @@ def test_integer_weights_that_cannot_be(config: ModelConfig, options, problem) -
 def test_small_layers_keep_their_weights(tmp_path: Path) -> None:
     path = write_module(tmp_path, MLP)
     specs = [TensorSpec("x", "FP32", (64,))], [TensorSpec("y", "FP32", (64,))]
-    with pytest.raises(ConfigError, match="no linear layer has 16384 weights"):
+    with pytest.raises(
+        ConfigError, match="no linear layer has at least 16384 weights and inputs in"
+    ):
         answer(model_config("pytorch", path, *specs), **{"penstock.weights": "int8"})

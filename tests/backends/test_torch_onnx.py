@@ -16,9 +16,11 @@ from penstock.backends.checks import read_code
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.repository.manifest import FileEntry, Manifest
-from penstock.types import Array, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec
 
 pytest.importorskip("torch")
+
+from penstock.backends.torch_onnx import read_fixed
 
 
 def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -102,6 +104,31 @@ def test_an_operator_that_is_missing_is_named_with_the_alternative(
     (problem,) = caught.value.problems
     assert "1/random.onnx: operator RandomNormalLike" in problem
     assert "KIND_CPU in instance_group runs the model on ONNX Runtime" in problem
+    assert "penstock.gpu_engine: 'onnxruntime'" in problem
+
+
+def test_a_file_for_one_cpu_is_named(config: ModelConfig, tmp_path: Path) -> None:
+    """As ONNX Runtime writes it at its highest level, where the CPU has such kernels."""
+    node = helper.make_node("ReorderInput", ["x"], ["y"], domain="com.microsoft.nchwc")
+    path = write(tmp_path / "blocked.onnx", [node], {})
+    with pytest.raises(ConfigError, match="level 'all', for one kind of CPU; use the original"):
+        backend("pytorch")(replace(config, artifact=str(path)))
+
+
+def test_missing_weights_are_missing_everywhere(config: ModelConfig, tmp_path: Path) -> None:
+    """No other engine is proposed, and the path is the file's own."""
+    weights = {"w": np.eye(4, dtype=np.float32)}
+    path = write(tmp_path / "model.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], weights)
+    model = onnx.load(path)
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    data = (tmp_path / "w.bin").read_bytes()
+    config = replace(config, artifact=str(path))
+    (tmp_path / "w.bin").write_bytes(data[:8])
+    with pytest.raises(ConfigError, match="external data 'w.bin' has no 64 bytes at offset 0$"):
+        backend("pytorch")(config)
+    (tmp_path / "w.bin").unlink()
+    with pytest.raises(ConfigError, match="'w.bin' is missing; it belongs beside the model$"):
+        backend("pytorch")(config)
 
 
 @pytest.mark.parametrize("length", [3, 32, 50])
@@ -271,6 +298,45 @@ def test_a_model_that_asks_for_a_gpu_is_refused_without(
         backend("onnxruntime")(replace(config, backend="onnxruntime", device="cuda:7"))
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"fuse": ""}, "fuse: '' is not one of convolutions, transformer, on"),
+        ({"dtype": "fp16", "keep_fp32": "a,,b"}, "keep_fp32: 'a,,b' has an empty name"),
+        ({"fp8": "rowwise", "fp8_keep": ","}, "fp8_keep: ',' has an empty name"),
+    ],
+)
+def test_empty_values_are_refused(config: ModelConfig, options: dict, problem: str) -> None:
+    named = {f"penstock.{key}": text for key, text in options.items()}
+    with pytest.raises(ConfigError) as caught:
+        backend("pytorch")(replace(config, options=named))
+    assert f"parameters.penstock.{problem}" in caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [
+        ({"fuse": "convolutions"}, ["fuse: has no effect; the model has no layers"]),
+        ({"memory_format": "channels_last"}, ["memory_format: has no effect; the model has no"]),
+        (
+            {"memory_format": "channels_last", "fuse": "on"},
+            ["memory_format: has no effect; penstock.fuse has channels last already"],
+        ),
+        ({"gpu_engine": "onnxruntime"}, ["gpu_engine: has no effect; backend 'pytorch' runs"]),
+        ({"fuse": "transformer", "dtype": "fp32"}, []),
+    ],
+)
+def test_options_without_effect_are_named(
+    config: ModelConfig, caplog: pytest.LogCaptureFixture, options: dict, warnings: list[str]
+) -> None:
+    named = {f"penstock.{key}": text for key, text in options.items()}
+    backend("pytorch")(replace(config, options=named)).close()
+    found = [each.getMessage() for each in caplog.records]
+    assert len(found) == len(warnings)
+    for message, expected in zip(found, warnings, strict=True):
+        assert message.startswith(f"parameters.penstock.{expected}")
+
+
 class TestFixedInputs:
     """A branch that an input chooses, as Silero VAD's `sr` does."""
 
@@ -345,12 +411,39 @@ class TestFixedInputs:
             ("sr=fast", "'sr=fast': expected"),
             ("sr=1.5", "'sr': 1.5 is not INT64"),
             ('{"sr": [1, 2]}', r"'sr': shape \[2\] does not fit \[\]"),
-            ('{"sr": "x"}', "'sr': x is not INT64"),
+            ('{"sr": "x"}', "'sr': \"x\" is not INT64"),
+            ("sr=true", "'sr': true is not INT64"),
+            ("sr=1, sr=1", "'sr': given 2 times"),
+            ('{"sr": 1, "sr": 2}', "'sr': given 2 times"),
         ],
     )
     def test_wrong_values_are_named(self, path: Path, fixed: str, problem: str) -> None:
         with pytest.raises(ConfigError, match=rf"parameters\.penstock\.fixed_inputs: {problem}"):
             backend("pytorch")(self.config(path, fixed, self.X))
+
+    @pytest.mark.parametrize(
+        ("datatype", "text", "value"),
+        [
+            ("FP32", "0.1", 0.1),
+            ("FP32", "3", 3),
+            ("FP16", "0.1", 0.1),
+            ("FP64", "0.1", 0.1),
+            ("BOOL", "true", True),
+        ],
+    )
+    def test_numbers_are_rounded_to_the_datatype(self, path, datatype, text, value) -> None:
+        spec = TensorSpec("s", datatype, (2,))
+        found = read_fixed(self.config(path, f"s={text}"), [spec])["s"]
+        assert found.dtype == DATATYPES[datatype].numpy
+        assert np.array_equal(found, np.full(2, value).astype(found.dtype))
+
+    @pytest.mark.parametrize(
+        ("datatype", "text"),
+        [("FP32", "1e400"), ("FP16", "70000"), ("FP32", "true"), ("BOOL", "1"), ("UINT8", "-1")],
+    )
+    def test_numbers_that_a_datatype_does_not_hold(self, path, datatype, text) -> None:
+        with pytest.raises(ConfigError, match=f"is not {datatype}"):
+            read_fixed(self.config(path, f"s={text}"), [TensorSpec("s", datatype, (1,))])
 
     def test_without_it_the_option_is_not_needed_elsewhere(self, path: Path) -> None:
         with pytest.raises(ConfigError, match="its condition is not a constant"):

@@ -357,6 +357,35 @@ def test_onnx_files_have_the_options_of_the_engine_that_runs_them_on_a_gpu(tmp_p
     assert config.warnings == ()
 
 
+def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path: Path) -> None:
+    """Batching is not: the file might have allowed it."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.onnx").write_bytes(b"no model")
+    for batch in ("", "max_batch_size: 8 "):
+        text = f'platform: "onnxruntime_onnx" {batch}dynamic_batching {{ }}'
+        with pytest.raises(ConfigError) as caught:
+            pbtxt.resolve(pbtxt.parse(text), "m", tmp_path / "1")
+        [problem] = caught.value.problems
+        assert problem.startswith("1/model.onnx: cannot be read as ONNX")
+
+
+def test_pytorch_takes_an_onnx_file_by_its_name(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])],
+        "made",
+        [value("x", onnx.TensorProto.FLOAT, ["n", 4])],
+        [value("y", onnx.TensorProto.FLOAT, ["n", 4])],
+    )
+    (tmp_path / "1").mkdir()
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "1" / "model.onnx")
+    text = 'backend: "pytorch" default_model_filename: "model.onnx" max_batch_size: 8'
+    config = pbtxt.resolve(pbtxt.parse(text), "m", tmp_path / "1")
+    assert config.engine == "pytorch" and Path(config.artifact).name == "model.onnx"
+    assert [spec.shape for spec in (*config.inputs, *config.outputs)] == [(4,), (4,)]
+
+
 def test_these_options_have_no_effect_on_a_cpu(tmp_path: Path) -> None:
     text = ON_A_GPU + "instance_group [{ kind: KIND_CPU }]"
     config = pbtxt.resolve(pbtxt.parse(text), "m", tmp_path, tmp_path / "model.onnx")

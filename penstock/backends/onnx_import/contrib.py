@@ -306,10 +306,9 @@ def qlinear_average_pool(
     *,
     channels_last: int = 0,
 ) -> Tensor:
-    if channels_last:
-        raise ConfigError("QLinearGlobalAveragePool: channels_last is not supported")
     values = quantised.dequantize(x, x_scale, x_zero)
-    return _quantize(values.mean(tuple(range(2, x.dim())), keepdim=True), y_scale, y_zero, x)
+    axes = range(1, x.dim() - 1) if channels_last else range(2, x.dim())
+    return _quantize(values.mean(tuple(axes), keepdim=True), y_scale, y_zero, x)
 
 
 def qlinear_concat(y_scale: Tensor, y_zero: Tensor, *given: Tensor, axis: int) -> Tensor:
@@ -330,6 +329,32 @@ def qlinear_softmax(
     opset: int = 13,
 ) -> Tensor:
     return _quantize(quantised.dequantize(x, x_scale, x_zero).softmax(axis), y_scale, y_zero, x)
+
+
+def quantised_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero: Tensor,
+    bias: Tensor | None = None,
+    y_scale: Tensor | None = None,
+    y_zero: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Tensor:
+    """Multiply matrices of integers; the result is one of integers if it has a scale."""
+    a, b = a.t() if transA else a, b.t() if transB else b
+    total = quantised.matmul_integer(a, b, a_zero, b_zero)
+    total = total if bias is None else total + bias
+    factor = alpha * a_scale.double() * b_scale.double()
+    if y_scale is None:
+        return (total * factor).to(a_scale.dtype)
+    assert y_zero is not None
+    return quantised.requantize(total, factor / y_scale.double(), y_zero, -1)
 
 
 def matmul_integer_to_float(
@@ -446,6 +471,7 @@ OPERATORS = {
     "MatMulIntegerToFloat": OnnxOperator(matmul_integer_to_float),
     "MatMulNBits": OnnxOperator(matmul_nbits),
     "MultiHeadAttention": OnnxOperator(multi_head_attention),
+    "QGemm": OnnxOperator(quantised_gemm),
     "QLinearAdd": _qlinear_binary(is_product=False),
     "QLinearConcat": OnnxOperator(qlinear_concat),
     "QLinearGlobalAveragePool": OnnxOperator(qlinear_average_pool),

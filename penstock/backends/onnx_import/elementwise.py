@@ -208,6 +208,18 @@ def cast(x: Tensor, *, to: int | torch.dtype, saturate: int = 1, round_mode: str
     return x.to(dtype)
 
 
+def cast_within(x: Tensor, *, to: torch.dtype, has_small: bool = False) -> Tensor:
+    """Cast; numbers beyond the range become half its largest, so that scores can be added to what
+    masks. With `has_small`, those below it become its smallest, so that one can divide by them."""
+    limits = torch.finfo(to)
+    most = limits.max / 2
+    found = x.to(to).nan_to_num(nan=math.nan, posinf=most, neginf=-most)
+    if not has_small:
+        return found
+    least = torch.full_like(x, limits.smallest_normal).copysign(x).to(to)
+    return torch.where((found == 0) & (x != 0), least, found)
+
+
 def _cast_to_four_bits(x: Tensor, to: int) -> Tensor:
     if x.is_floating_point():
         x = x.float().trunc()

@@ -39,7 +39,7 @@ from penstock.backends.onnx_import import (
 )
 from penstock.backends.onnx_import.modules import build_module
 from penstock.backends.onnx_import.values import DTYPES, Compute, OnnxOperator
-from penstock.backends.onnx_import.weights import read_tensor
+from penstock.backends.onnx_import.weights import BrokenFile, read_tensor
 from penstock.errors import ConfigError, first_line
 
 log = logging.getLogger("penstock.onnx")
@@ -49,6 +49,12 @@ Attributes = dict[str, object]
 
 CONTRIB = "com.microsoft"
 STANDARD = ("", "ai.onnx")
+# Domain of operators on blocks of channels, for the vector units of one CPU.
+CPU_DOMAIN = "com.microsoft.nchwc"
+BLOCKED = (
+    "ONNX Runtime wrote the file at optimisation level 'all', for one kind of CPU; "
+    "use the original file, or level 'extended'"
+)
 OPERATORS: Mapping[str, Mapping[str, OnnxOperator]] = {
     "": {
         **elementwise.OPERATORS,
@@ -87,6 +93,8 @@ HOST = "penstock_host"
 WEIGHT_SCALE = "penstock_weight_scale"
 # Keys of whether it runs on the host, and of its result's rank, if that is known.
 ON_HOST, RANK = "penstock_on_host", "penstock_rank"
+# Key of the names of the file's nodes that it computes.
+NODES = "penstock_nodes"
 # Key of ONNX's number of its result's datatype, if that is known.
 DTYPE = "penstock_dtype"
 
@@ -116,6 +124,8 @@ class ImportedGraph:
     symbols: Mapping[str, Sequence[str]]
     # Layers that compute in INT8, by kind.
     int8: Counter[str] = field(default_factory=Counter)
+    # Layers and functions that are not cast.
+    kept: set[str] = field(default_factory=set)
 
 
 def import_file(
@@ -127,7 +137,7 @@ def import_file(
     try:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
-        raise ConfigError([f"cannot be read as ONNX: {first_line(error)}"]) from None
+        raise BrokenFile([f"cannot be read as ONNX: {first_line(error)}"]) from None
     return import_model(model, path.parent, fixed, sizes)
 
 
@@ -317,9 +327,11 @@ class _Flattener:
 
     def _refuse(self, node: NodeProto, why: str = "") -> None:
         domain = "" if node.domain in STANDARD else f"{node.domain}."
+        why = BLOCKED if node.domain == CPU_DOMAIN else why
         kind = "control flow" if node.op_type in CONTROL else "operator"
         text = f"{kind} {domain}{node.op_type} (node '{node.name}') is not supported on this engine"
-        self._problems.setdefault(f"{domain}{node.op_type}", text + (f": {why}" if why else ""))
+        key = domain if node.domain == CPU_DOMAIN else f"{domain}{node.op_type}"
+        self._problems.setdefault(key, text + (f": {why}" if why else ""))
 
     def _constant(self, node: NodeProto) -> torch.Tensor:
         (attribute,) = node.attribute
@@ -555,12 +567,13 @@ class _Emitter:
             made = self.graph.call_module(name, (self._value(step.inputs[0]),))
         else:
             made = self._call(step, is_host)
+        made.meta[NODES] = (step.name,) if step.name else ()
         if len(step.outputs) == 1 and not _returns_tuple(step.operator.compute):
             self._nodes[step.outputs[0]] = made
             return
         for number, name in enumerate(step.outputs):
             if name:
-                self._nodes[name] = self.graph.call_function(_item, (made, number))
+                self._nodes[name] = self.graph.call_function(take_item, (made, number))
                 self._nodes[name].meta[DTYPE] = self.flat.dtypes.get(name)
 
     def _read_constants(self, step: GraphStep) -> list[torch.Tensor | int | None]:
@@ -635,7 +648,7 @@ def _returns_tuple(compute: Compute) -> bool:
     return str(found).startswith("tuple[")
 
 
-def _item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+def take_item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
     return values[number]
 
 

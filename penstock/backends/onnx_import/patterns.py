@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from penstock.backends import torch_activations
 from penstock.backends.onnx_import import elementwise, layers, reductions, shapes
-from penstock.backends.onnx_import.importer import RANK
+from penstock.backends.onnx_import.importer import DTYPE, NODES, ON_HOST, RANK
 
 MEAN = reductions.OPERATORS["ReduceMean"].compute
 SOFTMAX = elementwise.OPERATORS["Softmax"].compute
@@ -37,6 +37,7 @@ def fuse_patterns(module: fx.GraphModule) -> dict[str, int]:
         ("padding", _fuse_padding),
         ("linear_bias", _fuse_bias),
         ("layer_norm", _fuse_layer_norm),
+        ("rms_norm", _fuse_rms_norm),
         ("transpose", _name_transpose),
         ("gelu", _fuse_gelu),
         ("gelu_tanh", _fuse_tanh_gelu),
@@ -110,10 +111,24 @@ def _add_module(graph_module: fx.GraphModule, kind: str, layer: nn.Module) -> st
 def _replace(node: fx.Node, insert: Callable[[fx.Graph], fx.Node], rank: int | None = None) -> bool:
     with node.graph.inserting_before(node):
         made = insert(node.graph)
-    made.meta[RANK] = rank
+    made.meta[RANK], made.meta[DTYPE] = rank, node.meta.get(DTYPE)
+    made.meta[NODES] = _names_between(made, node)
     node.replace_all_uses_with(made)
     node.graph.erase_node(node)
     return True
+
+
+def _names_between(made: fx.Node, node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the file's nodes that become one: from its inputs to the last."""
+    stop, found, waiting = {*made.all_input_nodes}, {node: None}, [node]
+    while waiting:
+        for each in waiting.pop().all_input_nodes:
+            is_inside = each not in stop and each not in found and each.op.startswith("call")
+            # Shapes of other tensors are on the host.
+            if is_inside and not each.meta.get(ON_HOST):
+                found[each] = None
+                waiting.append(each)
+    return tuple(name for each in found for name in each.meta.get(NODES, ()))
 
 
 def _fuse_padding(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -160,6 +175,7 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
             continue
         if bias.shape == (linear.out_features,):
             linear.bias = nn.Parameter(bias, requires_grad=False)
+            one.meta[NODES] = (*one.meta.get(NODES, ()), *node.meta.get(NODES, ()))
             node.replace_all_uses_with(one)
             return True
     return False
@@ -217,6 +233,56 @@ def _is_square(node: fx.Node, x: fx.Node, mean: object) -> bool:
     if (power := _number(node, elementwise.power)) is not None:
         return power[1] == 2 and is_centred(power[0])
     return _calls(node, MULTIPLY) and all(map(is_centred, node.args))
+
+
+def _fuse_rms_norm(module: fx.GraphModule, node: fx.Node) -> bool:
+    """x over the root of the mean of its square plus epsilon, scaled."""
+    if not _calls(node, elementwise.divide, MULTIPLY) or len(node.args) != 2:
+        return False
+    orders = [node.args] if node.target is elementwise.divide else [node.args, node.args[::-1]]
+    is_inverse = node.target is MULTIPLY
+    roots = [(x, _root(module, other, is_inverse=is_inverse)) for x, other in orders]
+    found = [(x, root) for x, root in roots if root is not None and _is_mean_square(root[0], x)]
+    scaled = _only_user(node)
+    scale = _other(scaled, node) if scaled is not None and _calls(scaled, MULTIPLY) else None
+    weight = _weight(module, scale)
+    if not found or scaled is None or weight is None or weight.dim() != 1 or len(weight) == 1:
+        return False
+    x, (_, epsilon) = found[0]
+    how = {"epsilon": epsilon}
+    return _replace(scaled, lambda graph: graph.call_function(layers.rms_norm, (x, scale), how))
+
+
+def _is_mean_square(node: fx.Node, x: object) -> bool:
+    square = node.args[0] if _calls(node, MEAN) else None
+    if not isinstance(square, fx.Node) or not _is_last_mean(node, square):
+        return False
+    is_product = _calls(square, MULTIPLY) and square.args == (x, x)
+    return is_product or _number(square, elementwise.power) == (x, 2.0)
+
+
+def _root(
+    module: fx.GraphModule, node: object, *, is_inverse: bool
+) -> tuple[fx.Node, float] | None:
+    """Return the tensor and the epsilon whose sum a node takes the root of, or one over it."""
+    if not isinstance(node, fx.Node):
+        return None
+    if is_inverse:
+        power = _number(node, elementwise.power)
+        if power is not None and power[1] == -0.5:
+            return _number(power[0], ADD)
+        one = _weight(module, node.args[0]) if _calls(node, elementwise.divide) else None
+        if one is not None and one.numel() == 1 and one.item() == 1:
+            node = node.args[1]
+        elif _calls(node, torch.reciprocal):
+            node = node.args[0]
+        else:
+            return None
+    if not _calls(node, torch.sqrt):
+        return None
+    assert isinstance(node, fx.Node)
+    total = node.args[0]
+    return _number(total, ADD) if isinstance(total, fx.Node) else None
 
 
 def _fuse_gelu(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -113,7 +113,7 @@ def conv_integer(
     return convolve(*given, **attributes).to(torch.int32)
 
 
-def _requantize(total: Tensor, factor: Tensor, zero: Tensor, axis: int = 1) -> Tensor:
+def requantize(total: Tensor, factor: Tensor, zero: Tensor, axis: int = 1) -> Tensor:
     values = total * _spread(factor, total, axis, 0).double()
     limits = torch.iinfo(zero.dtype)
     whole = torch.round(values) + zero.double()
@@ -132,7 +132,7 @@ def qlinear_matmul(
 ) -> Tensor:
     total = _centred(a, a_zero, -2) @ _centred(b, b_zero, -1)
     factor = a_scale.double() * b_scale.double() / y_scale.double()
-    return _requantize(total, factor, y_zero, -1)
+    return requantize(total, factor, y_zero, -1)
 
 
 def qlinear_conv(
@@ -145,11 +145,17 @@ def qlinear_conv(
     y_scale: Tensor,
     y_zero: Tensor,
     bias: Tensor | None = None,
+    *,
+    channels_last: int = 0,
     **attributes: Unpack[ConvAttributes],
 ) -> Tensor:
+    """Convolve; ONNX Runtime's own operator may have channels last."""
+    x = x.movedim(-1, 1) if channels_last else x
     given = _centred(x, x_zero, 1), _centred(weight, weight_zero, 0)
     total = convolve(*given, None if bias is None else bias.double(), **attributes)
-    return _requantize(total, x_scale.double() * weight_scale.double() / y_scale.double(), y_zero)
+    factor = x_scale.double() * weight_scale.double() / y_scale.double()
+    found = requantize(total, factor, y_zero)
+    return found.movedim(1, -1) if channels_last else found
 
 
 OPERATORS = {

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from penstock.backends.onnx_import.values import Numbers, OnnxOperator, ints, one_int, positive
+from penstock.backends.onnx_import.values import (
+    Compute,
+    Numbers,
+    OnnxOperator,
+    ints,
+    one_int,
+    positive,
+)
 
 Reduce = Callable[[Tensor, tuple[int, ...], bool], Tensor]
 
@@ -85,11 +93,23 @@ def log_sum_exp(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
     return torch.logsumexp(x, axes, keepdim=keep)
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype.itemsize <= 2 and x.is_floating_point() else x.dtype
+
+
 def norm(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
     # Squares of 16 bits overflow early.
-    wide = x.float() if x.dtype.itemsize <= 2 and x.is_floating_point() else x
-    wide = wide if wide.is_floating_point() else wide.double()
+    wide = x.to(_wide(x)) if x.is_floating_point() else x.double()
     return add_up(wide * wide, axes, keep).sqrt().to(x.dtype)
+
+
+def add_squares(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    """Sum up squares in FP32 or better, in one pass: squares of 16 bits overflow early."""
+    return torch.linalg.vector_norm(x, 2, axes, keep, dtype=_wide(x)).square()
+
+
+def average_squares(x: Tensor, axes: tuple[int, ...], keep: bool) -> Tensor:
+    return add_squares(x, axes, keep) / max(1, math.prod(x.shape[axis] for axis in axes))
 
 
 def _arg(find: Callable[..., Tensor]) -> OnnxOperator:
@@ -130,4 +150,18 @@ OPERATORS = {
     "ReduceProd": _reduction(multiply),
     "ReduceSum": _reduction(add_up),
     "ReduceSumSquare": _reduction(lambda x, axes, keep: add_up(x * x, axes, keep)),
+}
+# Means and sums of squares, in FP32 for 16 bits.
+MEAN_OF_SQUARES = _reduction(average_squares).compute
+SUM_OF_SQUARES = _reduction(add_squares).compute
+# Sums of 16 bits whose results are in FP32, by the function that gives 16 bits.
+WIDE: Mapping[Compute, Compute] = {
+    OPERATORS[name].compute: _reduction(reduce).compute
+    for name, reduce in {
+        "ReduceL1": lambda x, axes, keep: add_up(x.abs().to(_wide(x)), axes, keep),
+        "ReduceL2": lambda x, axes, keep: add_squares(x, axes, keep).sqrt(),
+        "ReduceMean": lambda x, axes, keep: average(x.to(_wide(x)), axes, keep),
+        "ReduceSum": lambda x, axes, keep: x.sum(axes, keepdim=keep, dtype=_wide(x)),
+        "ReduceSumSquare": add_squares,
+    }.items()
 }

@@ -40,6 +40,8 @@ DTYPES: dict[int, torch.dtype] = {
     21: torch.uint8,
     22: torch.int8,
 }
+# Numbers of FP16, BF16, FP32 and FP64.
+FLOAT_NUMBERS = (10, 16, 1, 11)
 FOUR_BITS = {21: (0, 15), 22: (-8, 7)}
 
 

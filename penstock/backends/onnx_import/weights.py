@@ -16,6 +16,10 @@ from penstock.backends.onnx_import.values import DTYPES, FOUR_BITS
 from penstock.errors import ConfigError
 
 
+class BrokenFile(ConfigError):
+    """The file, or one of its weight files, cannot be read by any engine."""
+
+
 def read_tensor(proto: TensorProto, folder: Path) -> torch.Tensor:
     """Return the tensor. Raise ConfigError for datatypes that torch does not have."""
     if proto.data_type not in DTYPES:
@@ -59,12 +63,18 @@ def _mapped(proto: TensorProto, folder: Path, dtype: torch.dtype) -> torch.Tenso
     entries = {entry.key: entry.value for entry in proto.external_data}
     path = (folder / entries["location"]).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ConfigError([f"tensor '{proto.name}': '{entries['location']}' is outside the folder"])
+        raise BrokenFile([f"tensor '{proto.name}': '{entries['location']}' is outside the folder"])
     count = int(entries.get("length", 0)) or int(np.prod(proto.dims)) * dtype.itemsize
     if not count:
         return torch.empty(0, dtype=dtype)
     try:
         memory = np.memmap(path, np.uint8, "r", int(entries.get("offset", 0)), (count,))
     except (OSError, ValueError) as error:
-        raise ConfigError([f"tensor '{proto.name}': {entries['location']}: {error}"]) from None
+        where = f"tensor '{proto.name}': external data '{entries['location']}'"
+        why = f"has no {count} bytes at offset {entries.get('offset', 0)}"
+        if isinstance(error, FileNotFoundError):
+            why = "is missing; it belongs beside the model"
+        elif isinstance(error, OSError):
+            why = f"cannot be read: {error.strerror}"
+        raise BrokenFile([f"{where} {why}"]) from None
     return _shared(memory, dtype)

@@ -108,6 +108,31 @@ CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
         | {"az": ZERO, "bz": np.array(1, np.int8), "c": numbers(5)},
         {},
     ),
+    "quantised convolution, channels last": (
+        "QLinearConv",
+        {"x": whole(np.uint8, 2, 6, 6, 3), "xs": SCALE, "xz": ZERO, "w": whole(np.int8, 4, 3, 3, 3)}
+        | {"ws": np.array([0.1, 0.02, 0.3, 0.01], np.float32), "wz": np.zeros(4, np.int8)}
+        | {"ys": np.array(20, np.float32), "yz": ZERO, "b": np.array([5, -7, 900, 0], np.int32)},
+        {"channels_last": 1, "pads": [1, 1, 1, 1]},
+    ),
+    "quantised pool, channels last": (
+        "QLinearGlobalAveragePool",
+        {"x": whole(np.uint8, 2, 6, 6, 3), "xs": SCALE, "xz": ZERO, "ys": SCALE, "yz": ZERO},
+        {"channels_last": 1},
+    ),
+    "quantised gemm": (
+        "QGemm",
+        {"a": whole(np.uint8, 3, 4), "as": SCALE, "az": ZERO, "b": whole(np.int8, 5, 4)}
+        | {"bs": np.array([0.1, 0.2, 0.03, 0.01, 0.3], np.float32), "bz": np.zeros(5, np.int8)}
+        | {"c": np.array([100, -50, 7, 0, 3], np.int32), "ys": SCALE, "yz": ZERO},
+        {"transB": 1},
+    ),
+    "quantised gemm to float": (
+        "QGemm",
+        {"a": whole(np.uint8, 4, 3), "as": SCALE, "az": ZERO, "b": whole(np.int8, 4, 5)}
+        | {"bs": SCALE, "bz": np.array(1, np.int8)},
+        {"transA": 1, "alpha": 0.5},
+    ),
     "dynamic quantisation": (
         "DynamicQuantizeMatMul",
         {"a": numbers(3, 8), "b": whole(np.uint8, 8, 5), "bs": SCALE, "bz": ZERO},

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from penstock.backends import torch_fusion
-from penstock.backends.onnx_import.folding import fold_shapes, retype
+from penstock.backends.onnx_import.casting import retype
+from penstock.backends.onnx_import.folding import fold_shapes
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns, transpose_heads
 from penstock.types import Array

@@ -9,7 +9,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from penstock.backends.onnx_import.folding import retype
+from penstock.backends.onnx_import.casting import retype
 from penstock.backends.onnx_import.importer import import_model
 from penstock.types import Array
 

@@ -1,0 +1,282 @@
+"""Finds the values of an imported graph that stay in FP32 when the rest is cast to 16 bits.
+
+16 bits hold no integers above 2,048 (FP16) or 256 (BF16), and FP16 nothing above 65,504. So these
+stay in FP32 up to where they meet a tensor of 16 bits: floats made of integers (positions, counts,
+timesteps), angles that are computed from an input, and sums over axes that arithmetic follows,
+such as those of a norm or of mean pooling. An input that becomes integers stays too. `casting`
+casts the graph around them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from enum import Flag, auto
+
+import torch
+from torch import fx, nn
+
+from penstock.backends.onnx_import import elementwise, indexing, matrices, reductions, shapes
+from penstock.backends.onnx_import.importer import DTYPE, ON_HOST, device_of, take_item
+from penstock.backends.onnx_import.values import FLOAT_NUMBERS, Compute
+
+# Numbers of integers that 16 bits do not hold: those of 16 bits and more.
+WIDE_INTEGERS = (4, 5, 6, 7, 12, 13)
+# Functions that choose and move values, and those among them that look them up in a table.
+LOOKUPS = {indexing.OPERATORS[name].compute for name in ("Gather", "GatherElements", "GatherND")}
+MOVES = {
+    take_item,
+    torch.permute,
+    elementwise.where,
+    *LOOKUPS,
+    *(
+        shapes.OPERATORS[name].compute
+        for name in (
+            *("CenterCropPad", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape"),
+            *("ReverseSequence", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+        )
+    ),
+}
+CASTS = {elementwise.cast, elementwise.cast_like}
+MADE = {shapes.make_range, shapes.constant_of_shape, shapes.eye_like}
+ARITHMETIC = {torch.clamp, *(each.compute for each in elementwise.ARITHMETIC.values())} - MOVES
+REDUCTIONS = {
+    reductions.OPERATORS[name].compute
+    for name in ("CumSum", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum")
+}
+# Sums of numbers that 16 bits hold are numbers that they may not hold.
+COUNTS = {reductions.OPERATORS[name].compute for name in ("CumSum", "ReduceSum")}
+# Outer products, such as that of positions and frequencies.
+PRODUCTS = {torch.matmul, matrices.OPERATORS["Einsum"].compute}
+MAX_PRODUCT = 1 << 16
+PERIODIC = {torch.sin, torch.cos}
+# What follows a sum in a norm or a mean.
+AFTER_SUMS = {
+    torch.clamp,
+    *(
+        elementwise.ARITHMETIC[name].compute
+        for name in (
+            *("Add", "Sub", "Mul", "Div", "Sqrt", "Pow", "Reciprocal", "Clip", "Max", "Min"),
+            *("Abs", "Exp", "Log"),
+        )
+    ),
+}
+MEAN = reductions.OPERATORS["ReduceMean"].compute
+SUM = reductions.OPERATORS["ReduceSum"].compute
+OF_SQUARES: dict[Compute, Compute] = {
+    MEAN: reductions.MEAN_OF_SQUARES,
+    SUM: reductions.SUM_OF_SQUARES,
+}
+# Key of an input that the graph takes in its own datatype, in `meta`.
+UNCAST = "penstock_uncast"
+
+
+class Origin(Flag):
+    """Where a float comes from, beside constants."""
+
+    CONSTANT = 0
+    INTEGER = auto()
+    INPUT = auto()
+    SUM = auto()
+
+
+Origins = dict[fx.Node, Origin]
+
+
+def is_float(node: fx.Node) -> bool:
+    return node.meta.get(DTYPE) in FLOAT_NUMBERS
+
+
+def may_be_float(node: fx.Node) -> bool:
+    """Whether it is one, or of unknown datatype."""
+    return node.meta.get(DTYPE) in (None, 0, *FLOAT_NUMBERS)
+
+
+def read_constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    owner, _, name = str(node.target).rpartition(".")
+    found = getattr(module.get_submodule(owner), name)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def keep_wide(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes that stay in FP32, for a graph that is cast to 16 bits; layers and sums
+    among them become functions that compute so. Inputs among them are marked."""
+    origins = _origins(module)
+    wide = {node for node, origin in origins.items() if _is_spoilt(node, origin)}
+    wide |= {source for node in module.graph.nodes for source in _rounded(node, origins)}
+    for node in reversed(module.graph.nodes):
+        if node in wide and not _is_sum(module, node, origins):
+            wide.update(each for each in node.all_input_nodes if each in origins)
+    for node in list(module.graph.nodes):
+        if node not in wide:
+            continue
+        if node.op == "placeholder":
+            node.meta[UNCAST] = True
+        elif node.op == "call_module":
+            wide |= _as_product(module, node)
+        elif _is_sum(module, node, origins):
+            _widen_sum(node)
+    return {node for node in module.graph.nodes if node in wide}
+
+
+def _is_spoilt(node: fx.Node, origin: Origin) -> bool:
+    if node.op == "placeholder":
+        return False
+    if Origin.INPUT in origin:
+        return node.target in PERIODIC and Origin.SUM not in origin
+    if Origin.SUM in origin:
+        return node.target in AFTER_SUMS
+    return Origin.INTEGER in origin
+
+
+def _rounded(node: fx.Node, origins: Origins) -> Iterator[fx.Node]:
+    """Yield what a cast to integers takes, if it follows from an input."""
+    if node.target is elementwise.cast and node.meta.get(DTYPE) in WIDE_INTEGERS:
+        for each in node.all_input_nodes:
+            if Origin.INPUT in origins.get(each, Origin.CONSTANT):
+                yield each
+
+
+def _origins(module: fx.GraphModule) -> Origins:
+    found: Origins = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and is_float(node):
+            found[node] = Origin.INPUT
+        elif node.op == "call_module" and _outer_layer(module, node) is not None:
+            (source,) = node.all_input_nodes
+            if source in found and Origin.SUM not in found[source]:
+                found[node] = found[source]
+        elif node.op == "call_function" and is_float(node) and not node.meta.get(ON_HOST):
+            origin = _origin(module, node, found)
+            if origin is None or Origin.INPUT in origin:
+                # Else it would be a sum of integers.
+                origin = Origin.SUM if _may_overflow(node) else origin
+            if origin is not None:
+                found[node] = origin
+    return found
+
+
+def _origin(module: fx.GraphModule, node: fx.Node, origins: Origins) -> Origin | None:
+    """Return where the result of a function comes from; None for one of activations, or of more
+    than arithmetic."""
+    computes = ARITHMETIC | REDUCTIONS | PRODUCTS
+    if node.target not in computes | MOVES | CASTS | MADE:
+        return None
+    constants = [each for each in node.all_input_nodes if each.op == "get_attr"]
+    if node.target in LOOKUPS and node.args[0] in constants:
+        return None
+    if node.target in PRODUCTS and any(_size(module, each) > MAX_PRODUCT for each in constants):
+        return None
+    found = Origin.INTEGER if node.target is shapes.make_range else Origin.CONSTANT
+    for each in node.all_input_nodes:
+        if each in origins:
+            found |= origins[each]
+        elif each.meta.get(ON_HOST) or each in constants or each.target is device_of:
+            continue
+        elif may_be_float(each):
+            return None
+        elif node.target in computes | CASTS and each.meta.get(DTYPE) in WIDE_INTEGERS:
+            found |= Origin.INTEGER
+    if Origin.SUM in found and node.target not in AFTER_SUMS | MOVES:
+        return None
+    return found | Origin.INTEGER if node.target in COUNTS else found
+
+
+def _size(module: fx.GraphModule, node: fx.Node) -> int:
+    tensor = read_constant(module, node)
+    return 0 if tensor is None else tensor.numel()
+
+
+def _outer_layer(module: fx.GraphModule, node: fx.Node) -> nn.Linear | None:
+    """Return a layer of one input channel: an outer product."""
+    layer = module.get_submodule(str(node.target))
+    is_one = type(layer) is nn.Linear and layer.in_features == 1 and len(node.args) == 1
+    return layer if is_one and layer.weight.dtype == torch.float32 else None
+
+
+def _square(node: object) -> fx.Node | None:
+    """Return what a node squares."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or len(node.args) != 2:
+        return None
+    x, y = node.args
+    is_power = node.target is elementwise.power and not isinstance(y, fx.Node) and y == 2
+    is_square = is_power or (node.target in (torch.mul, operator.mul) and x is y)
+    return x if is_square and isinstance(x, fx.Node) else None
+
+
+def _may_overflow(node: fx.Node) -> bool:
+    """Whether it sums up activations: many, or their squares."""
+    is_plain_mean = node.target is MEAN and _square(node.args[0]) is None
+    return node.target in reductions.WIDE and not is_plain_mean
+
+
+def _is_sum(module: fx.GraphModule, node: fx.Node, origins: Origins) -> bool:
+    """Whether a sum is the first of its kind: it takes activations."""
+    if node.op != "call_function" or origins.get(node) != Origin.SUM or not _may_overflow(node):
+        return False
+    origin = _origin(module, node, origins)
+    return origin is None or Origin.INPUT in origin
+
+
+def _widen_sum(node: fx.Node) -> None:
+    """Sum activations of 16 bits in FP32, without a tensor of their squares."""
+    squared = _square(node.args[0]) if node.target in OF_SQUARES else None
+    if squared is not None:
+        node.target = OF_SQUARES[node.target]
+        node.args = (squared, *node.args[1:])
+    else:
+        node.target = reductions.WIDE[node.target]
+
+
+def _as_product(module: fx.GraphModule, node: fx.Node) -> set[fx.Node]:
+    """Replace a layer of one input channel by arithmetic; return the new nodes."""
+    layer = _outer_layer(module, node)
+    assert layer is not None
+    return set(_write_product(module, node, layer))
+
+
+def _write_product(module: fx.GraphModule, node: fx.Node, layer: nn.Linear) -> Iterator[fx.Node]:
+    graph, made = module.graph, node.args[0]
+    parts = [(torch.mul, "weight", layer.weight[:, 0])]
+    if layer.bias is not None:
+        parts.append((torch.add, "bias", layer.bias))
+    with graph.inserting_before(node):
+        for function, kind, tensor in parts:
+            name = f"{node.name}_{kind}"
+            module.register_buffer(name, tensor.detach())
+            made = graph.call_function(function, (made, graph.get_attr(name)))
+            made.meta[DTYPE] = FLOAT_NUMBERS[2]
+            yield made
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def recast_nodes(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the floats that follow from integers and constants alone and become integers or truth
+    values again."""
+    derived: set[fx.Node] = set()
+    wanted: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.meta.get(ON_HOST):
+            continue
+        if is_float(node) and _is_derived(node, derived):
+            derived.add(node)
+        elif not may_be_float(node):
+            wanted.update(each for each in node.all_input_nodes if each in derived)
+    for node in reversed(module.graph.nodes):
+        if node in wanted:
+            wanted.update(each for each in node.all_input_nodes if each in derived)
+    return wanted
+
+
+def _is_derived(node: fx.Node, derived: set[fx.Node]) -> bool:
+    """Whether a float follows from integers, `derived` floats and constants."""
+    has_source = node.target is shapes.make_range
+    for each in node.all_input_nodes:
+        if each in derived or not may_be_float(each):
+            has_source = True
+        elif each.op != "get_attr" and each.target is not device_of:
+            return False
+    return has_source

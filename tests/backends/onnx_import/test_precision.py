@@ -1,0 +1,352 @@
+"""Values that 16 bits would spoil: positions, counts, timesteps, angles and sums."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from penstock.backends.onnx_import.casting import retype
+from penstock.backends.onnx_import.folding import fold_shapes
+from penstock.backends.onnx_import.importer import import_model
+from penstock.backends.onnx_import.patterns import fuse_patterns
+from penstock.backends.onnx_import.precision import UNCAST
+from penstock.types import Array
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+DATATYPES = {np.dtype(np.float32): FLOAT, np.dtype(np.int64): INT64, np.dtype(bool): 9}
+WIDTH = 32
+FREQUENCIES = (1 / 10000 ** (np.arange(0, WIDTH, 2) / WIDTH)).astype(np.float32)
+# A few roundings: 11 bits of mantissa, and 8.
+TOLERANCES = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+HALVES = list(TOLERANCES)
+node = helper.make_node
+random = np.random.default_rng(0)
+
+
+def floats(*shape: int) -> Array:
+    return random.standard_normal(shape).astype(np.float32)
+
+
+def build(
+    nodes: list[onnx.NodeProto], inputs: dict[str, Array], weights: dict[str, Array]
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        nodes,
+        "made",
+        [
+            helper.make_tensor_value_info(
+                name, DATATYPES[each.dtype], [f"{name}{n}" for n in range(each.ndim)]
+            )
+            for name, each in inputs.items()
+        ],
+        [helper.make_tensor_value_info("y", FLOAT, None)],
+        [numpy_helper.from_array(each, name) for name, each in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def run(model: onnx.ModelProto, inputs: dict[str, Array], dtype: torch.dtype) -> torch.Tensor:
+    """The answer of the graph in 16 bits, as the engine makes it of a file."""
+    graph = import_model(model)
+    fold_shapes(graph, [])
+    fuse_patterns(graph.module)
+    retype(graph, dtype)
+    placeholders = [each for each in graph.module.graph.nodes if each.op == "placeholder"]
+    given = []
+    for name, each in zip(graph.inputs, placeholders, strict=True):
+        tensor = torch.from_numpy(inputs[name])
+        is_cast = tensor.is_floating_point() and not each.meta.get(UNCAST)
+        given.append(tensor.to(dtype) if is_cast else tensor)
+    with torch.no_grad():
+        (found,) = graph.module.to(dtype)(*given)
+    return found
+
+
+def error(model: onnx.ModelProto, inputs: dict[str, Array], dtype: torch.dtype) -> float:
+    """The largest difference from ONNX Runtime in FP32, relative to the largest value."""
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (expected,) = session.run(None, inputs)
+    found = run(model, inputs, dtype).float().numpy()
+    assert np.isfinite(found).all()
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+TURN = [
+    node("Cos", ["angle"], ["cos"]),
+    node("Sin", ["angle"], ["sin"]),
+    node("Mul", ["x", "cos"], ["one"]),
+    node("Add", ["one", "sin"], ["y"]),
+]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["mul", "matmul", "left", "einsum"])
+def test_angles_of_positions(kind: str, dtype: torch.dtype) -> None:
+    """Rotary embedding of 4,096 positions, in the ways in which exporters write the product."""
+    weights = {"last": np.array([2]), "middle": np.array([1]), "row": FREQUENCIES}
+    weights |= {"matrix": FREQUENCIES[None], "column": FREQUENCIES[None, :, None]}
+    cast = [
+        node("Unsqueeze", ["positions", "last"], ["open"]),
+        node("Cast", ["open"], ["float"], to=FLOAT),
+    ]
+    match kind:
+        case "mul":
+            made = [*cast, node("Mul", ["float", "row"], ["angle"])]
+        case "matmul":
+            made = [*cast, node("MatMul", ["float", "matrix"], ["angle"])]
+        case "einsum":
+            made = [
+                node("Cast", ["positions"], ["float"], to=FLOAT),
+                node("Einsum", ["float", "row"], ["angle"], equation="ns,f->nsf"),
+            ]
+        case _:
+            made = [
+                node("Unsqueeze", ["positions", "middle"], ["open"]),
+                node("Cast", ["open"], ["float"], to=FLOAT),
+                node("MatMul", ["column", "float"], ["turned"]),
+                node("Transpose", ["turned"], ["angle"], perm=[0, 2, 1]),
+            ]
+    nodes = [*made, *TURN]
+    used = {name for each in nodes for name in each.input}
+    inputs = {"positions": np.arange(4096)[None].repeat(2, 0), "x": floats(2, 4096, WIDTH // 2)}
+    model = build(nodes, inputs, {name: each for name, each in weights.items() if name in used})
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+class Rotary(nn.Module):
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.from_numpy(FREQUENCIES))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.source = source
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        match self.source:
+            case "range":
+                places = torch.arange(x.shape[1])[None]
+            case "cumsum":
+                places = (mask.long().cumsum(1) - 1).clamp(min=0)
+            case _:
+                # A sum of floats that were truth values.
+                places = mask.float().cumsum(1) - 1
+        angle = places[:, :, None].float() * self.frequencies
+        angle = torch.cat((angle, angle), -1)
+        left, right = x.chunk(2, -1)
+        found = x * angle.cos() + torch.cat((-right, left), -1) * angle.sin()
+        # Truth values that meet an activation.
+        return found * mask[:, :, None].float()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("source", ["range", "cumsum", "truth"])
+def test_positions_that_the_graph_makes(source: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = {"x": floats(2, 300, WIDTH), "mask": np.ones((2, 300), bool)}
+    inputs["mask"][1, 200:] = False
+    path = tmp_path / "model.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Rotary(source).eval(),
+            tuple(map(torch.from_numpy, inputs.values())),
+            path,
+            input_names=["x", "mask"],
+            output_names=["y"],
+            dynamic_axes={name: {0: "n", 1: "s"} for name in ("x", "mask", "y")},
+            opset_version=17,
+            dynamo=False,
+        )
+    assert error(onnx.load(path), inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("datatype", [np.int64, np.float32])
+def test_timesteps(datatype: type, dtype: torch.dtype) -> None:
+    """Of integers, and of an input of floats, before a layer with weights."""
+    inputs = {"t": np.array([[999], [501], [3]], datatype)}
+    cast = [node("Cast", ["t"], ["f"], to=FLOAT)] if datatype is np.int64 else []
+    nodes = [
+        *cast,
+        node("Mul", ["f" if cast else "t", "row"], ["angle"]),
+        node("Sin", ["angle"], ["sin"]),
+        node("Cos", ["angle"], ["cos"]),
+        node("Concat", ["sin", "cos"], ["both"], axis=-1),
+        node("MatMul", ["both", "w"], ["y"]),
+    ]
+    model = build(nodes, inputs, {"row": FREQUENCIES, "w": floats(WIDTH, 8)})
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("datatype", [np.int64, bool])
+def test_counts_leave_the_graph_exactly(datatype: type, dtype: torch.dtype) -> None:
+    inputs = {"i": np.ones((2, 5001), datatype)}
+    nodes = [
+        node("Cast", ["i"], ["c"], to=FLOAT),
+        node("ReduceSum", ["c", "one"], ["y"], keepdims=1),
+    ]
+    model = build(nodes, inputs, {"one": np.array([1])})
+    assert run(model, inputs, dtype).tolist() == [[5001.0]] * 2
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_an_input_that_becomes_integers(dtype: torch.dtype) -> None:
+    inputs = {"x": np.array([[2049, 4097, 3, 4999]], np.float32)}
+    nodes = [node("Cast", ["x"], ["i"], to=INT64), node("Gather", ["table", "i"], ["y"])]
+    model = build(nodes, inputs, {"table": floats(5000, 8)})
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("lowest", [-1e4, -1e9, -3.4028235e38])
+def test_masks_are_added_to_scores(lowest: float, dtype: torch.dtype) -> None:
+    """Also of a row where everything is hidden, which is the average of all."""
+    inputs = {"m": np.array([[1] * 5 + [0] * 3, [0] * 8]), "x": floats(2, 8)}
+    nodes = [
+        node("Cast", ["m"], ["f"], to=FLOAT),
+        node("Sub", ["one", "f"], ["hidden"]),
+        node("Mul", ["hidden", "lowest"], ["mask"]),
+        node("Add", ["x", "mask"], ["s"]),
+        node("Softmax", ["s"], ["y"], axis=-1),
+    ]
+    numbers = {"one": 1, "lowest": lowest}
+    weights = {name: np.array(each, np.float32) for name, each in numbers.items()}
+    found = run(build(nodes, inputs, weights), inputs, dtype).float().numpy()
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[0, 5:], 0, atol=1e-6)
+    shares = np.exp(inputs["x"][0, :5])
+    np.testing.assert_allclose(found[0, :5], shares / shares.sum(), atol=TOLERANCES[dtype])
+
+
+SQUARES = {
+    "mul": [node("Mul", ["x", "x"], ["square"])],
+    "pow": [node("Pow", ["x", "two"], ["square"])],
+}
+ROOTS = {
+    "div": [node("Sqrt", ["v"], ["r"]), node("Div", ["x", "r"], ["n"])],
+    "reciprocal": [
+        node("Sqrt", ["v"], ["s"]),
+        node("Reciprocal", ["s"], ["r"]),
+        node("Mul", ["x", "r"], ["n"]),
+    ],
+    "one": [
+        node("Sqrt", ["v"], ["s"]),
+        node("Div", ["unit", "s"], ["r"]),
+        node("Mul", ["r", "x"], ["n"]),
+    ],
+    "power": [node("Pow", ["v", "less"], ["r"]), node("Mul", ["x", "r"], ["n"])],
+}
+
+
+def rms_norm(square: str, root: str, *, axis: int = -1) -> list[onnx.NodeProto]:
+    return [
+        *SQUARES[square],
+        node("ReduceMean", ["square"], ["mean"], axes=[axis]),
+        node("Add", ["mean", "epsilon"], ["v"]),
+        *ROOTS[root],
+        node("Mul", ["n", "w"], ["y"]),
+    ]
+
+
+def norm_weights(nodes: list[onnx.NodeProto], epsilon: float) -> dict[str, Array]:
+    numbers = {"two": 2, "less": -0.5, "unit": 1, "epsilon": epsilon}
+    weights = {name: np.array(each, np.float32) for name, each in numbers.items()}
+    weights["w"] = floats(WIDTH)
+    used = {name for each in nodes for name in each.input}
+    return {name: each for name, each in weights.items() if name in used}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("square", SQUARES)
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_decomposed_rms_norm_is_one(square: str, root: str, dtype: torch.dtype) -> None:
+    """Inputs of 300, whose squares FP16 does not hold, and of 1e-3, where epsilon matters."""
+    nodes = rms_norm(square, root)
+    for size, epsilon in ((300, 1e-6), (1e-3, 1e-6)):
+        inputs = {"x": floats(2, WIDTH) * np.float32(size)}
+        model = build(nodes, inputs, norm_weights(nodes, epsilon))
+        assert error(model, inputs, dtype) < TOLERANCES[dtype]
+    graph = import_model(build(nodes, inputs, norm_weights(nodes, 1e-6)))
+    assert fuse_patterns(graph.module)["rms_norm"] == 1
+    names = [each.target.__name__ for each in graph.module.graph.nodes if callable(each.target)]
+    assert names == ["rms_norm"]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_norm_over_another_axis_sums_in_fp32(root: str, dtype: torch.dtype) -> None:
+    nodes = rms_norm("mul", root, axis=1)
+    inputs = {"x": floats(2, 7, WIDTH) * 300}
+    model = build(nodes, inputs, norm_weights(nodes, 1e-6))
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_mean_pooling_of_many_tokens(dtype: torch.dtype) -> None:
+    """The sum of 3,001 values around 30 is beyond FP16; one row has no tokens."""
+    inputs = {"x": floats(2, 3001, 8) + 30, "m": np.ones((2, 3001), np.int64)}
+    inputs["m"][1] = 0
+    nodes = [
+        node("Cast", ["m"], ["f"], to=FLOAT),
+        node("Unsqueeze", ["f", "last"], ["mask"]),
+        node("Mul", ["x", "mask"], ["kept"]),
+        node("ReduceSum", ["kept", "one"], ["total"], keepdims=0),
+        node("ReduceSum", ["mask", "one"], ["count"], keepdims=0),
+        node("Clip", ["count", "least"], ["safe"]),
+        node("Div", ["total", "safe"], ["y"]),
+    ]
+    weights = {"last": np.array([2]), "one": np.array([1]), "least": np.array(1e-9, np.float32)}
+    assert error(build(nodes, inputs, weights), inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("op_type", ["ReduceL2", "ReduceL1", "ReduceSumSquare"])
+def test_lengths_of_large_and_empty_rows(op_type: str, dtype: torch.dtype) -> None:
+    inputs = {"x": floats(3, 64) * 3000}
+    inputs["x"][1] = 0
+    root = op_type == "ReduceSumSquare"
+    nodes = [
+        node(op_type, ["x"], ["size"], axes=[1], keepdims=1),
+        *([node("Sqrt", ["size"], ["length"])] if root else []),
+        node("Clip", ["length" if root else "size", "least"], ["safe"]),
+        node("Div", ["x", "safe"], ["y"]),
+    ]
+    model = build(nodes, inputs, {"least": np.array(1e-12, np.float32)})
+    if op_type == "ReduceL1" and dtype == torch.float16:
+        # Such a length is itself beyond FP16, where the row is divided.
+        inputs["x"] /= 10
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+def test_nothing_is_added_to_an_image_network() -> None:
+    """Bytes fit 16 bits: they are cast and normalised as before, and so are its means."""
+    nodes = [
+        node("Cast", ["u"], ["f"], to=FLOAT),
+        node("Sub", ["f", "mean"], ["a"]),
+        node("Div", ["a", "std"], ["b"]),
+        node("Conv", ["b", "w"], ["c"]),
+        node("Relu", ["c"], ["d"]),
+        node("ReduceMean", ["d"], ["e"], axes=[2, 3], keepdims=0),
+        node("MatMul", ["e", "v"], ["y"]),
+    ]
+    weights = {"mean": np.float32([[[128]]] * 3), "std": np.float32([[[64]]] * 3)}
+    weights |= {"w": floats(4, 3, 3, 3), "v": floats(4, 5)}
+    graph = build(nodes, {}, weights).graph
+    graph.input.append(helper.make_tensor_value_info("u", TensorProto.UINT8, ["n", 3, 8, 8]))
+    opsets = [helper.make_opsetid("", 17)]
+    imported = import_model(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    fuse_patterns(imported.module)
+    before = [each.target for each in imported.module.graph.nodes]
+    retype(imported, torch.float16)
+    assert [each.target for each in imported.module.graph.nodes] == before
+    with torch.no_grad():
+        module = imported.module.half()
+        (found,) = module(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+    assert found.dtype == torch.float16
