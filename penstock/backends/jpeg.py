@@ -62,57 +62,55 @@ def read_header(data: bytes) -> JpegHeader | None:
 def find_damage(data: bytes) -> str:
     """Return what is wrong with the markers from the first scan to the end of the image; empty if
     nothing is, or if the header cannot be read or the end is missing, which decoders notice."""
-    interval, at = 0, 0
-    try:
-        for marker, segment, at in _segments(data):
-            if marker == RESTART_INTERVAL:
-                (interval,) = struct.unpack_from(">H", segment)
-    except (struct.error, IndexError, _Damaged):
+    header = _header(data)
+    if not header:
         return ""
-    restart = RESTARTS[0]
+    interval = max((_number(each[1]) for each in header if each[0] == RESTART_INTERVAL), default=0)
+    restart, at = 0, header[-1][2]
     while (found := MARKER.search(data, at)) is not None:
         marker, at = found[1][0], found.end()
         what = f"marker {marker:02X} at byte {at - 1}"
         if marker == LAST:
             return ""
         if marker in RESTARTS:
-            if not interval or marker != restart:
-                due = f"{restart:02X} is due" if interval else "the file has no restart markers"
+            due = f"{RESTARTS[restart]:02X} is due" if interval else "the file has no such markers"
+            if not interval or marker != RESTARTS[restart]:
                 return f"restart {what}, where {due}"
-            restart = RESTARTS[(restart - RESTARTS[0] + 1) % len(RESTARTS)]
+            restart = (restart + 1) % len(RESTARTS)
             continue
-        if marker not in BETWEEN_SCANS:
-            return f"{what}, inside the coded pixels"
-        length = int.from_bytes(data[at : at + 2])
-        if length < 2 or at + length > len(data):
+        length = _number(data[at : at + 2])
+        if marker not in BETWEEN_SCANS or length < 2 or at + length > len(data):
             return f"{what}, inside the coded pixels"
         if marker == RESTART_INTERVAL:
-            interval = int.from_bytes(data[at + 2 : at + 4])
-        if marker == SCAN:
-            restart = RESTARTS[0]
-        at += length
+            interval = _number(data[at + 2 : at + 4])
+        restart, at = 0, at + length
     return ""
 
 
 def end_of_only_scan(data: bytes) -> int:
     """Return where the coded pixels end in a file whose pixels are all in one scan; 0 for others,
     and if the end is missing."""
-    num_components, num_coded, at = 0, 0, 0
-    try:
-        for marker, segment, at in _segments(data):
-            if marker in SEQUENTIAL:
-                num_components = segment[5]
-            elif marker == SCAN:
-                num_coded = segment[0]
-    except (struct.error, IndexError, _Damaged):
+    header = _header(data)
+    num_components = [segment[5:6] for marker, segment, _ in header if marker in SEQUENTIAL]
+    if not header or num_components != [header[-1][1][:1]]:
         return 0
-    if num_coded != num_components or not num_coded:
-        return 0
-    for found in MARKER.finditer(data, at):
+    for found in MARKER.finditer(data, header[-1][2]):
         marker = found[1][0]
         if marker not in RESTARTS:
             return found.end() - len(END) if marker == LAST else 0
     return 0
+
+
+def _header(data: bytes) -> list[tuple[int, bytes, int]]:
+    """Return the segments up to that of the first scan; none if they cannot be read."""
+    try:
+        return list(_segments(data)) if data.startswith(START) else []
+    except (struct.error, IndexError, _Damaged):
+        return []
+
+
+def _number(two_bytes: bytes) -> int:
+    return int.from_bytes(two_bytes[:2])
 
 
 class _Damaged(Exception):

@@ -171,10 +171,11 @@ def write(config: ModelConfig) -> dict[str, str]:
     if config.env:
         values[ENV] = ", ".join(config.env)
     if config.preprocess is not None:
-        values[PREPROCESS] = config.preprocess.function
         values[MODEL_INPUTS] = format_tensors(config.preprocess.inputs)
         if config.preprocess.image is not None:
             values[IMAGE_SETTINGS] = config.preprocess.image
+        else:
+            values[PREPROCESS] = config.preprocess.function
     if config.postprocess is not None:
         values[POSTPROCESS] = config.postprocess.function
         values[MODEL_OUTPUTS] = format_tensors(config.postprocess.outputs)
@@ -190,6 +191,11 @@ def format_tensors(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(
         f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
     )
+
+
+def takes_images(given: Mapping[str, str]) -> bool:
+    """Whether clients send encoded images, by the parameters as texts."""
+    return IMAGE_SETTINGS in given or given.get(PREPROCESS) == IMAGE
 
 
 def follows_links(message: Proto) -> bool:
@@ -268,7 +274,7 @@ class ParameterReader:
         image = self._given.get(IMAGE_SETTINGS)
         if not {PREPROCESS, MODEL_INPUTS, IMAGE_SETTINGS} & self._given.keys():
             return None
-        example = "input_ids:INT64[-1]" if image is None else "x:FP32[3,224,224]"
+        example = "x:FP32[3,224,224]" if takes_images(self._given) else "input_ids:INT64[-1]"
         inputs = self._model_tensors(MODEL_INPUTS, f"takes, such as {example}")
         if image is None:
             return Preprocess(self._function(PREPROCESS, STAGES), inputs)

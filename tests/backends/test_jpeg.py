@@ -129,7 +129,7 @@ def test_fill_bytes_before_a_marker_are_allowed():
     ("marker", "problem"),
     [
         (b"\xff\x17", "marker 17 at byte {}, inside the coded pixels"),
-        (b"\xff\xd3", "restart marker D3 at byte {}, where the file has no restart markers"),
+        (b"\xff\xd3", "restart marker D3 at byte {}, where the file has no such markers"),
         (b"\xff\xe1\xff\xff", "marker E1 at byte {}, inside the coded pixels"),
         (b"\xff\xc0", "marker C0 at byte {}, inside the coded pixels"),
     ],
