@@ -24,7 +24,6 @@ from penstock.config import (
     CPU,
     EACH_GPU,
     GPU_ENGINE,
-    GPU_ENGINES,
     IMAGE,
     LLM,
     MAX_INSTANCES,
@@ -180,8 +179,9 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     message.metric_tags.update(config.metric_tags)
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
-    # They are among the options.
-    message.optimization.ClearField("execution_accelerators")
+    if GPU_ENGINE in config.options:
+        # They are among the options.
+        message.optimization.ClearField("execution_accelerators")
     if not message.optimization.ListFields():
         message.ClearField("optimization")
     message.parameters.clear()
@@ -341,14 +341,10 @@ class _Resolver:
                 field, _, detail = path.partition(".")
                 self._problem(field, f"{detail} is not supported" if detail else "not supported")
 
-    def _options(self, backend: str) -> dict[str, str]:
-        message = self._message
-        options = accelerators.read(message, backend, self._problem)
-        options |= _texts(message)
-        if options.get(GPU_ENGINE, ONNX_RUNTIME) not in GPU_ENGINES:
-            expected = f"'{options[GPU_ENGINE]}' is not one of {', '.join(GPU_ENGINES)}"
-            self._problem(f"parameters.{GPU_ENGINE}", expected)
-        return options
+    def _options(self, backend: str, *, has_gpu: bool) -> dict[str, str]:
+        options = accelerators.read(self._message, backend, self._problem)
+        # Accelerators are for GPUs: on the CPU ONNX Runtime runs the model without them.
+        return (options if has_gpu else {}) | _texts(self._message)
 
     def resolve(self) -> ModelConfig:
         message = self._message
@@ -358,7 +354,8 @@ class _Resolver:
         backend = self._backend()
         artifact = self._artifact(backend)
         inputs, outputs, max_batch = self._tensors(backend, artifact)
-        options = self._options(backend)
+        placed = self._instances(backend)
+        options = self._options(backend, has_gpu=set(placed) != {CPU})
         if parameters.takes_images(options):
             inputs = self._image_inputs(options, backend, artifact, inputs)
         reader = ParameterReader(options, backend, self._folder, self._problem)
@@ -394,7 +391,6 @@ class _Resolver:
         is_known = preprocess is None or preprocess.function in STAGES
         if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
             self._problem(f"parameters.{parameters.MAX_TOKENS}", problem)
-        placed = self._instances(backend)
         is_optional = self._is_gpu_optional(backend) and set(placed) != {CPU}
         if is_optional and config.on(placed).engine == ONNX_RUNTIME:
             # ONNX Runtime is chosen by name: nothing else runs the model instead.
@@ -725,6 +721,16 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
     elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
         found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
+    if IMAGE_SETTINGS in message.parameters and parameters.PREPROCESS in message.parameters:
+        why = f"parameters.{IMAGE_SETTINGS} decides, so preprocessor_config.json is not read"
+        found.append((f"parameters.{parameters.PREPROCESS}", why))
+    found += _without_engine(config, message)
+    return [f"{path}: has no effect; {why}" for path, why in found]
+
+
+def _without_engine(config: ModelConfig, message: Proto) -> list[tuple[str, str]]:
+    """Return what has no effect on the engine that runs an ONNX file, and why."""
+    found: list[tuple[str, str]] = []
     if config.engine == ONNX_RUNTIME:
         ran_by, engine = "ONNX Runtime runs the model", "Penstock's own engine would"
         why = (
@@ -732,15 +738,15 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         )
         keys = parameters.OF_OWN_ENGINE if config.uses_gpu else parameters.OF_ONNX
         found += [(f"parameters.{key}", why) for key in keys if key in config.options]
-    if IMAGE_SETTINGS in message.parameters and parameters.PREPROCESS in message.parameters:
-        why = f"parameters.{IMAGE_SETTINGS} decides, so preprocessor_config.json is not read"
-        found.append((f"parameters.{parameters.PREPROCESS}", why))
+    if _is_set(message, accelerators.PATH) and not config.uses_gpu:
+        why = "no instance is on a GPU, so ONNX Runtime runs the model on the CPU"
+        found.append((accelerators.PATH, why))
     if GPU_ENGINE in config.options and not config.uses_gpu:
         found.append((f"parameters.{GPU_ENGINE}", "no instance is on a GPU"))
     if config.backend == ONNX_RUNTIME and config.engine != ONNX_RUNTIME:
         given = [key for key in config.options if key.startswith("provider")]
         found += [(f"parameters.{key}", f"parameters.{GPU_ENGINE} decides") for key in given]
-    return [f"{path}: has no effect; {why}" for path, why in found]
+    return found
 
 
 def _texts(message: Proto) -> dict[str, str]:
@@ -800,6 +806,8 @@ def _group_problems(group: Proto, backend: str) -> list[tuple[str, str]]:
     elif any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         expected = "expected each GPU once, by its number from 0 on"
         found.append(("gpus", f"{gpus}: {expected}; count says how many instances each gets"))
+    elif group.kind == group.KIND_CPU and backend == "tensorrt":
+        found.append(("kind", "KIND_CPU, but a TensorRT plan runs on a GPU; expected KIND_GPU"))
     elif (gpus or is_gpu) and backend not in GPU_BACKENDS:
         what = f"asks for KIND_GPU, which is not supported for backend '{backend}'"
         found.append(("kind" if is_gpu else "gpus", what))
