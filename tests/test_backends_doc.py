@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock import backends
-from penstock.config import GPU_ENGINE
-from penstock.repository import parameters
 from penstock.backends import null
+from penstock.config import GPU_ENGINE
 from penstock.repository import parameters, pbtxt
 
 ROOT = Path(__file__).parents[1]
