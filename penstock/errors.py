@@ -99,6 +99,10 @@ class Unsupported(PenstockError):
     reason = "unsupported"
 
 
+# In the message of a BackendFailed: no batch was run.
+CANNOT_LOAD = "cannot load the model"
+
+
 class BackendFailed(PenstockError):
     pass
 

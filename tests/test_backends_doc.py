@@ -8,6 +8,7 @@ import pytest
 
 from penstock import backends
 from penstock.backends import null
+from penstock.config import GPU_ENGINE
 from penstock.repository import parameters, pbtxt
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,9 @@ def nodes(section: str) -> list[ast.AST]:
 
 def asked_for(section: str) -> set[str]:
     """Options that the code looks up by a name of its own."""
-    found = set()
+    # The engine takes the names of its options from the table, where they have their values.
+    shared = {key for key in parameters.VALUES if key != GPU_ENGINE}
+    found = shared if section == "pytorch" else set()
     for node in nodes(section):
         if isinstance(node, ast.Constant) and re.fullmatch(r"penstock\.\w+", str(node.value)):
             found.add(node.value)

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 import models  # noqa: E402
+import presence  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -287,7 +288,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--networks", default=",".join(models.NETWORKS), help="names, by commas")
     parser.add_argument("--batches", choices=("small", "large", "both"), default="both")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help="cpu: tiny, to see whether it runs")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--autotune", action="store_true", help="max-autotune too: minutes each")
     parser.add_argument("--limit-s", type=float, default=240.0, help="begin no network after this")
@@ -296,6 +297,7 @@ def main() -> int:
     unknown = [name for name in names if name not in models.NETWORKS]
     if unknown:
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(models.NETWORKS)}")
+    presence.require_gpu(asked.device)
     modes = [] if asked.no_compile else [COMPILED, *[AUTOTUNED] * asked.autotune]
     place = Place(asked.device)
     if place.is_gpu:
@@ -312,12 +314,15 @@ def main() -> int:
             left.append(name)
     if rows:
         print_table(rows)
+    if rows and not place.is_gpu:
+        print("on a CPU, at a tiny size: whether it runs, not how fast")
     if left:
         print(f"left out: {', '.join(left)}")
     device = torch.cuda.get_device_name(place.device) if place.is_gpu else "CPU"
     found = {"device": device, "torch": torch.__version__, "rows": rows, "left_out": left}
-    path = Path(os.environ.get("OUT", ".")) / "engines.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    if place.is_gpu or "OUT" in os.environ:
+        path = Path(os.environ.get("OUT", ".")) / "engines.json"
+        path.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if rows and not left else 1
 
 

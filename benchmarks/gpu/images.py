@@ -25,6 +25,7 @@ from pathlib import Path
 
 import models
 import numpy as np
+import presence
 import repositories
 import torch
 from rich.console import Console
@@ -59,7 +60,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--clients", type=int, default=384)
     parser.add_argument("--json", type=Path)
-    found = run(parser.parse_args())
+    args = parser.parse_args()
+    presence.require_gpu(args.device)
+    found = run(args)
     show(found, Console())
 
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import presence
 import torch
 from msgspec.structs import replace
 
@@ -564,6 +565,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--out", type=Path, help="default: $OUT, or benchmarks/results")
     args = parser.parse_args()
+    presence.require_gpu(args.device)
     scratch = ROOT / ".bench" / "gpu" / "llm"
     is_real = args.device != "cpu" and not args.tiny
     results = Path(os.environ.get("OUT", RESULTS if is_real else scratch))

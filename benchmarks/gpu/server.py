@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import presence
 import repositories
 from repositories import SUBJECTS, Subject
 from rich.console import Console
@@ -75,6 +76,7 @@ def main() -> None:
     if args.row:
         print(json.dumps(measured(args)))
         return
+    presence.require_gpu(args.device)
     run(args)
 
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import presence
 from rich.console import Console
 from rich.table import Table
 
@@ -234,6 +235,7 @@ def main() -> None:
     for name in ("--quick", "--heavy"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    presence.require_gpu(args.device)
     if args.child:
         child(args)
     with tempfile.TemporaryDirectory(prefix="penstock-sharing-") as folder:

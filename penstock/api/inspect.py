@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from penstock.api import shown
+from penstock.backends import inspection
 from penstock.repository import layout, pbtxt
 from penstock.repository.model_source import resolve
 from penstock.serving import placement
@@ -50,7 +51,11 @@ def inspect(model: str) -> InspectResult:
     """Resolve a model or repository; ConfigError if the path is neither."""
     found = resolve(model).read()
     models = []
+    problems = dict(found.problems)
     for config in found.configs:
+        if refused := inspection.find_problems(config):
+            problems[config.name] = [*problems.get(config.name, ()), *refused]
+            continue
         notes = list(layout.about(found.folders[config.name], config))
         if config.uses_gpu:
             gpus = devices.read_gpus()
@@ -59,4 +64,4 @@ def inspect(model: str) -> InspectResult:
         artifact, text = os.path.relpath(config.artifact), pbtxt.describe(config)
         one = InspectedModel(config.name, config.version, artifact, tuple(notes), text)
         models.append(one)
-    return InspectResult(tuple(models), found.problems)
+    return InspectResult(tuple(models), problems)

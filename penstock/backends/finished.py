@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.backends import Batch, Outputs, PerRequest
+from penstock.errors import InvalidRequest
 
 
 @dataclass(slots=True)
@@ -27,3 +28,16 @@ def finish(batch: Batch, answers: Sequence[Outputs | Exception], *times: float) 
     if isinstance(answer, Exception):
         raise answer
     return Finished(answer, *times)
+
+
+def good_rows(rows: Sequence[Outputs | Exception]) -> list[Outputs] | Exception:
+    """Return the rows of one request, or the first error among them. An error of one row of several
+    says which one."""
+    good: list[Outputs] = []
+    for number, row in enumerate(rows):
+        if isinstance(row, InvalidRequest) and len(rows) > 1:
+            return InvalidRequest(f"row {number}: {row}", row.field, row.code)
+        if isinstance(row, Exception):
+            return row
+        good.append(row)
+    return good

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.backends import image_files, jpeg
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import image_settings, pretrained
@@ -38,6 +39,9 @@ MAX_PIXELS = 36_000_000
 MAX_THREADS, MAX_GPU_THREADS = 4, 16
 # Of images for warm-up.
 SEED, NOISE = 5, 36
+# Bytes that libjpeg reads ahead of the pixels, at most 8; and Pillow's words for missing ones.
+READ_AHEAD_BYTES = 16
+DAMAGED, TRUNCATED = "the file is damaged", "truncated"
 Row = Mapping[str, Array]
 
 
@@ -86,6 +90,8 @@ class ImageStep:
         except InvalidRequest as error:
             return self.refused(str(error))
         except Exception as error:  # Pillow raises many types for files it cannot read.
+            if TRUNCATED in str(error) and jpeg.end_of_only_scan(data):
+                return self.refused(f"{DAMAGED}: its coded pixels end before the image does")
             return self.refused(f"cannot be decoded: {first_line(error)}")
 
     def refused(self, problem: str) -> InvalidRequest:
@@ -99,18 +105,30 @@ class ImageStep:
 
     def _decode(self, data: bytes) -> Image:
         library = self._pillow
+        if damage := image_files.find_damage(data):
+            raise InvalidRequest(f"{DAMAGED}: {damage}")
+        # Behind the end marker, the library makes missing pixels grey; without one, it asks for
+        # more of the file, which is an error. It reads a few bytes ahead.
+        end = jpeg.end_of_only_scan(data)
+        if end:
+            data = data[:end] + bytes(READ_AHEAD_BYTES)
         with warnings.catch_warnings():
             # The limit below is stricter.
             warnings.simplefilter("ignore", library.DecompressionBombWarning)
             try:
                 image = library.open(io.BytesIO(data), formats=FORMATS)
             except library.UnidentifiedImageError:
-                expected = "expected a JPEG, PNG or WebP file"
-                raise InvalidRequest(f"{len(data)} bytes that are no image; {expected}") from None
+                other = image_files.other_format(data)
+                what = f"{other} files are not decoded" if other else "bytes that are no image"
+                size = "" if other else f"{len(data)} "
+                raise InvalidRequest(f"{size}{what}; expected a JPEG, PNG or WebP file") from None
             except library.DecompressionBombError:
                 raise InvalidRequest(f"more than {MAX_PIXELS} pixels") from None
         check_size(*image.size)
         upright: Image = importlib.import_module("PIL.ImageOps").exif_transpose(image)
+        if upright.mode.startswith("I"):
+            # Grey with 16 bits, where `convert` clips values instead of dropping the lower byte.
+            upright = library.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
         return upright.convert("RGB")
 
     def _crop(self, image: Image) -> Array:
@@ -169,7 +187,8 @@ def _plain(data: bytes) -> bytes:
         return data
     text = data.partition(b"base64,")[2] if data.startswith(b"data:") else data
     try:
-        return base64.b64decode(text, validate=True)
+        # Encoders break lines.
+        return base64.b64decode(b"".join(text.split()), validate=True)
     except binascii.Error:
         return data
 

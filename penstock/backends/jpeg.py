@@ -1,11 +1,14 @@
-"""The header of a JPEG file: size, coding and EXIF orientation, without decoding anything.
+"""JPEG files without decoding them: size, coding, EXIF orientation, and damage to their markers.
 
-It decides whether a GPU decodes the file, so what is unusual or damaged is only noticed here;
-Pillow then decodes it, or says what is wrong with it.
+The header decides whether a GPU decodes the file, so what is unusual or damaged is only noticed
+there; Pillow then decodes it, or says what is wrong with it. `find_damage` sees what decoders pass
+over silently. The format has no checksums: bytes of the coded pixels that are no markers may be
+anything.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +20,16 @@ FILL, SCAN, ADOBE, EXIF_OR_XMP = 0xFF, 0xDA, 0xEE, 0xE1
 # lossless, hierarchical, or arithmetically coded.
 FRAMES = range(0xC0, 0xD0)
 NOT_FRAMES = (0xC4, 0xC8, 0xCC)
-HUFFMAN = (0xC0, 0xC1, 0xC2)
+SEQUENTIAL = (0xC0, 0xC1)
+HUFFMAN = (*SEQUENTIAL, 0xC2)
 # Markers without a segment.
-ALONE = (0x01, *range(0xD0, 0xD8))
+RESTARTS = range(0xD0, 0xD8)
+ALONE = (0x01, *RESTARTS)
+LAST, RESTART_INTERVAL = 0xD9, 0xDD
+# What may follow a scan: tables, further scans, comments and data of applications.
+BETWEEN_SCANS = (0xC4, SCAN, 0xDB, 0xDC, RESTART_INTERVAL, *range(0xE0, 0xF0), 0xFE)
+# A marker in the coded pixels, where the byte 255 is followed by 0. Fill bytes may precede it.
+MARKER = re.compile(rb"\xff+([^\x00\xff])")
 EXIF = b"Exif\0\0"
 XMP_ORIENTATION = b"tiff:Orientation"
 ORIENTATION, SHORT = 0x0112, 3
@@ -36,8 +46,8 @@ class JpegHeader:
     height: int
     # As in EXIF, 1 to 8.
     orientation: int
-    # Whether nvJPEG decodes such files as Pillow does: 8 bits, Huffman coding, grey or YCbCr, and
-    # the end is there.
+    # Whether nvJPEG decodes such files as Pillow does: 8 bits, Huffman coding, grey or YCbCr, the
+    # end is there and the markers before it are whole.
     is_usual: bool
 
 
@@ -47,6 +57,60 @@ def read_header(data: bytes) -> JpegHeader | None:
         return _read(data) if data.startswith(START) else None
     except (struct.error, IndexError, _Damaged):
         return None
+
+
+def find_damage(data: bytes) -> str:
+    """Return what is wrong with the markers from the first scan to the end of the image; empty if
+    nothing is, or if the header cannot be read or the end is missing, which decoders notice."""
+    header = _header(data)
+    if not header:
+        return ""
+    interval = max((_number(each[1]) for each in header if each[0] == RESTART_INTERVAL), default=0)
+    restart, at = 0, header[-1][2]
+    while (found := MARKER.search(data, at)) is not None:
+        marker, at = found[1][0], found.end()
+        what = f"marker {marker:02X} at byte {at - 1}"
+        if marker == LAST:
+            return ""
+        if marker in RESTARTS:
+            due = f"{RESTARTS[restart]:02X} is due" if interval else "the file has no such markers"
+            if not interval or marker != RESTARTS[restart]:
+                return f"restart {what}, where {due}"
+            restart = (restart + 1) % len(RESTARTS)
+            continue
+        length = _number(data[at : at + 2])
+        if marker not in BETWEEN_SCANS or length < 2 or at + length > len(data):
+            return f"{what}, inside the coded pixels"
+        if marker == RESTART_INTERVAL:
+            interval = _number(data[at + 2 : at + 4])
+        restart, at = 0, at + length
+    return ""
+
+
+def end_of_only_scan(data: bytes) -> int:
+    """Return where the coded pixels end in a file whose pixels are all in one scan; 0 for others,
+    and if the end is missing."""
+    header = _header(data)
+    num_components = [segment[5:6] for marker, segment, _ in header if marker in SEQUENTIAL]
+    if not header or num_components != [header[-1][1][:1]]:
+        return 0
+    for found in MARKER.finditer(data, header[-1][2]):
+        marker = found[1][0]
+        if marker not in RESTARTS:
+            return found.end() - len(END) if marker == LAST else 0
+    return 0
+
+
+def _header(data: bytes) -> list[tuple[int, bytes, int]]:
+    """Return the segments up to that of the first scan; none if they cannot be read."""
+    try:
+        return list(_segments(data)) if data.startswith(START) else []
+    except (struct.error, IndexError, _Damaged):
+        return []
+
+
+def _number(two_bytes: bytes) -> int:
+    return int.from_bytes(two_bytes[:2])
 
 
 class _Damaged(Exception):
@@ -75,12 +139,13 @@ def _read(data: bytes) -> JpegHeader | None:
         return None
     if not UPRIGHT <= orientation <= NUM_ORIENTATIONS:
         orientation = UPRIGHT
-    # It is nearly always at the very end.
-    return JpegHeader(*frames[0], orientation, is_usual and data.rfind(END, at) >= 0)
+    # The end is nearly always at the very end.
+    is_usual = is_usual and data.rfind(END, at) >= 0 and not find_damage(data)
+    return JpegHeader(*frames[0], orientation, is_usual)
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
-    """Yield marker, contents and end of each segment up to the first scan."""
+    """Yield marker, contents and end of each segment up to the header of the first scan."""
     at = len(START)
     while True:
         if data[at] != FILL:
@@ -96,9 +161,9 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
         if length < 2 or len(segment) != length - 2:
             raise _Damaged
         at += length
+        yield marker, segment, at
         if marker == SCAN:
             return
-        yield marker, segment, at
 
 
 def _is_usual_frame(marker: int, segment: bytes) -> bool:

@@ -36,7 +36,7 @@ from penstock.backends.onnxruntime_providers import (
     gpu_providers,
 )
 from penstock.config import CPU, ONNX_RUNTIME, ModelConfig
-from penstock.errors import BackendFailed, ConfigError, first_line
+from penstock.errors import CANNOT_LOAD, BackendFailed, ConfigError, first_line
 from penstock.repository import onnx_file
 from penstock.repository.accelerators import CUDA_PROVIDER
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
@@ -136,7 +136,7 @@ def open_session(
         session = _session(config.artifact, options, providers)
     except Exception as error:  # The library raises its own types and plain Exception.
         reason = shown_error(error, config)
-        raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
+        raise BackendFailed(f"ONNX Runtime {CANNOT_LOAD}: {reason}") from None
     got = session.get_providers()
     # ONNX Runtime falls back to the CPU silently.
     if missing := [name for name, _ in providers if name not in got]:

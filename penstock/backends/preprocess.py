@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner, split_rows
-from penstock.backends.finished import Finished
+from penstock.backends.finished import Finished, good_rows
 from penstock.config import IMAGE, TOKENIZER, ModelConfig
 from penstock.types import Array, TensorSpec
 
@@ -70,11 +70,9 @@ class StepRunner(Runner):
         self._step.close()
 
     def _answer(self, rows: Sequence[Row | Exception]) -> Outputs | Exception:
-        good: list[Row] = []
-        for row in rows:
-            if isinstance(row, Exception):
-                return row
-            good.append(row)
+        good = good_rows(rows)
+        if isinstance(good, Exception):
+            return good
         counts = [[self._step.num_tokens(row)] for row in good]
         return {**self._step.stack(good), NUM_TOKENS.name: np.array(counts, np.int64)}
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner, split_rows
-from penstock.backends.finished import finish
+from penstock.backends.finished import finish, good_rows
 from penstock.backends.heads import Headed, open_head
 from penstock.backends.preprocess import BatchedStep, open_step
 from penstock.backends.python import Code
@@ -308,11 +308,9 @@ def stack(rows: Sequence[Row]) -> dict[str, Array]:
 
 
 def stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:
-    answers: list[Outputs] = []
-    for row in rows:
-        if isinstance(row, Exception):
-            return row
-        answers.append(row)
+    answers = good_rows(rows)
+    if isinstance(answers, Exception):
+        return answers
     if not has_batch:
         return answers[0]
     try:

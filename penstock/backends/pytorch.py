@@ -48,7 +48,6 @@ from penstock.backends.finished import Finished
 from penstock.backends.python import Code
 from penstock.backends.rows import rows_to_run, rungs_of
 from penstock.backends.torch_cuda import (
-    PRIORITIES,
     DeviceInputs,
     Pipeline,
     Priority,
@@ -59,7 +58,6 @@ from penstock.backends.torch_cuda import (
 )
 from penstock.backends.torch_fusion import (
     EVERYTHING,
-    WHAT,
     Fusion,
     fuse,
     open_tuner,
@@ -80,7 +78,7 @@ from penstock.config import CPU, GPU_ENGINE, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.gemm import joined
-from penstock.repository import onnx_file, pt2_file
+from penstock.repository import onnx_file, parameters, pt2_file
 from penstock.repository.signature import Signature
 from penstock.system import devices
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -107,8 +105,6 @@ OF_LINEAR = (torch_packing.FP8_OPTION, torch_linear.WEIGHTS_OPTION)
 # Compile modes that also turn on CUDA graphs.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune", REGIONAL)
 TF32 = "tf32"
-# Most compute streams of one worker; each has its own CUDA graphs.
-MAX_STREAMS = 8
 # A module is packed on the GPU if this many times its weights are free: for itself and for the
 # merged layers.
 PACKING_ROOM = 3
@@ -121,16 +117,7 @@ DTYPES = {
 }
 # Values of options; the empty one is the default.
 VALUES: Mapping[str, tuple[str, ...]] = {
-    "penstock.compile": ("", "default", *WITH_GRAPHS),
-    "penstock.dtype": tuple(DTYPES),
-    "penstock.memory_format": ("", "channels_last"),
-    "penstock.fuse": ("", *WHAT),
-    "penstock.cuda_graphs": ("", "on", "off"),
-    "penstock.pack": ("", torch_packing.TOKENS),
-    "penstock.weights": ("", *torch_linear.WEIGHTS),
-    "penstock.stream_priority": ("", *PRIORITIES),
-    "penstock.streams": ("", *map(str, range(1, MAX_STREAMS + 1))),
-    "penstock.nvtx": ("", "on", "off"),
+    key: ("", *known) for key, known in parameters.VALUES.items() if key != GPU_ENGINE
 }
 OPTIONS = (*VALUES, "penstock.factory", "penstock.fp8", "penstock.fp8_keep", "penstock.keep_fp32")
 ONE_STREAM = (
@@ -510,6 +497,15 @@ def _without_effect(config: ModelConfig, loaded: LoadedModule) -> Iterator[tuple
     if config.backend == NAME and config.options.get(GPU_ENGINE):
         why = "is for platform 'onnxruntime_onnx'"
         yield GPU_ENGINE, f"backend '{NAME}' runs the model, and the option {why}"
+
+
+def check(config: ModelConfig) -> None:
+    """Raise ConfigError for options that exclude each other, and for an ONNX file that this engine
+    does not read. Needs no GPU, and computes nothing."""
+    _options(config)
+    if config.artifact.endswith(ONNX):
+        signature = onnx_file.read_signature(Path(config.artifact))
+        load_graph(config, None, fixed=read_fixed(config, signature.inputs))
 
 
 def load_module(config: ModelConfig) -> LoadedModule:

@@ -91,7 +91,10 @@ def _settle(
 def against(one: ServedMeasurement, chosen: ServedMeasurement) -> str:
     """Return the figures in which they differ: `92 % in time, the chosen one 100 %`."""
     shares = [f"{100 * each.goodput:.0f} %" for each in (one, chosen)]
-    if shares[0] != shares[1]:
+    # As `goals.compare` decides: a small difference in time decides only together with the SLO.
+    is_telling = one.is_met != chosen.is_met and (one.goodput > chosen.goodput) == one.is_met
+    is_telling |= abs(one.goodput - chosen.goodput) > goals.MIN_GOODPUT
+    if is_telling and shares[0] != shares[1]:
         return f"{shares[0]} in time, the chosen one {shares[1]}"
     if one.is_met != chosen.is_met:
         return f"{'keeps' if one.is_met else 'misses'} the SLO, unlike the chosen one"

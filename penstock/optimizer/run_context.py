@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.errors import CANNOT_LOAD, BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.examples import Examples
@@ -84,7 +84,10 @@ class RunContext:
             try:
                 return compute()
             except BackendFailed as error:
-                hint = "" if self.plan.data else "; its inputs were made up: give data"
+                # Data does not help a file that cannot be loaded.
+                is_run = CANNOT_LOAD not in str(error)
+                is_made_up = is_run and not self.plan.data
+                hint = "; its inputs were made up: give data" if is_made_up else ""
                 raise ConfigError([f"the original: {error}{hint}"]) from error
 
         return compute if build.candidate.steps else checked

@@ -295,6 +295,7 @@ class Search:
             Skip(each.name, reason, cut_by=cut_by)
             for each in self._passes
             if each.stage in MODEL_STAGES and each.name not in self._asked
+            if self._is_on_gpu or not each.is_for_gpus
         ]
 
     def _note_no_step(self) -> None:

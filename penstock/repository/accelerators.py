@@ -24,6 +24,7 @@ TENSORRT_NAMES = {
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
     "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
 }
+BYTES = ("max_workspace_size_bytes", "trt_max_workspace_size")
 PRECISION = "precision_mode"
 PRECISIONS = {"FP32": "", "FP16": "trt_fp16_enable", "INT8": "trt_int8_enable"}
 # The provider takes 1 and 0 for what Triton also spells so.
@@ -81,6 +82,8 @@ def _option(provider: str, key: str, value: str, path: str, problem: Problem) ->
             problem(where, f"'{value}' is not one of {', '.join(PRECISIONS)}")
         return PRECISIONS.get(value.upper(), ""), "1"
     name = TENSORRT_NAMES.get(key, key)
+    if key in BYTES and not (value.isascii() and value.isdigit()):
+        problem(where, f"'{value}' is not a number of bytes")
     if not name.startswith("trt_"):
         known = ", ".join((PRECISION, *TENSORRT_NAMES))
         problem(where, f"unknown; expected {known} or an option of TensorRT's provider (trt_*)")

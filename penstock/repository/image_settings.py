@@ -78,6 +78,12 @@ class ImageSettings:
             height, width = self.resize
         return Placement(height, width, (height - self.height) // 2, (width - self.width) // 2)
 
+    def check(self, spec: TensorSpec) -> None:
+        """Raise ConfigError if a model's input does not take these pixels."""
+        if _size(spec) != (self.height, self.width):
+            what = f"images of {self.height}x{self.width}"
+            raise ConfigError(f"{what}, but '{spec.name}' has shape {list(spec.shape)}")
+
 
 def parse(text: str, spec: TensorSpec) -> ImageSettings:
     """Return the settings for a model's input. ConfigError says what is wrong, and what is
@@ -147,7 +153,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _resize(text: str, size: tuple[int, int]) -> tuple[tuple[int, int] | None, int]:
-    """Return height and width, or the shortest edge, to resize to."""
+    """Return height and width, or the shortest edge, to resize to. `size` is the model's."""
     if text == "exact":
         return size, 0
     if text == "none":
@@ -155,9 +161,16 @@ def _resize(text: str, size: tuple[int, int]) -> tuple[tuple[int, int] | None, i
     found = RESIZE.fullmatch(text)
     if found is None:
         raise ConfigError(f"resize: '{text}': {RESIZES}")
+    height, width = size
+    given = [int(edge) for edge in found.groups() if edge]
+    # Of a shortest edge, the other one depends on the image.
+    least = [min(size)] if found["shortest"] else list(size)
+    if any(edge < needed for edge, needed in zip(given, least, strict=True)):
+        border = "every image would get a black border"
+        raise ConfigError(f"resize: '{text}': less than the model's {height}x{width}, so {border}")
     if found["shortest"]:
-        return None, int(found["shortest"])
-    return (int(found["h"]), int(found["w"])), 0
+        return None, given[0]
+    return (given[0], given[1]), 0
 
 
 def _scale(text: str) -> float:

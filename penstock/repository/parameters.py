@@ -20,6 +20,7 @@ import numpy as np
 from penstock import slo
 from penstock.config import (
     GPU_ENGINE,
+    GPU_ENGINES,
     HEADS,
     IMAGE,
     LLM,
@@ -71,6 +72,8 @@ class ConfigParameter:
     per_unit: float = 1.0
     # The backend that has this parameter and interprets it; empty: all have it.
     backend: str = ""
+    # All texts that it takes; none: the backend knows. An empty text is the default.
+    values: tuple[str, ...] = ()
 
     def parse(self, text: str) -> float | None:
         """Return the value of the field; None if the text is not a number within the bounds."""
@@ -93,9 +96,27 @@ def _number(name: str, most: float, field: str = "", **more: Any) -> ConfigParam
 
 
 def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
-    return (ConfigParameter(PREFIX + name, page, backend=backend) for name in names.split())
+    keys = [PREFIX + name for name in names.split()]
+    # A language model has other datatypes, which depend on its weights.
+    known: Mapping[str, tuple[str, ...]] = {} if backend == LLM else VALUES
+    return (ConfigParameter(key, page, backend=backend, values=known.get(key, ())) for key in keys)
 
 
+# Options of GPU engines, checked whether or not a GPU is here.
+MAX_STREAMS = 8
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "penstock.compile": ("default", "reduce-overhead", "max-autotune", "regional"),
+    "penstock.dtype": ("fp32", "tf32", "fp16", "bf16"),
+    "penstock.memory_format": ("channels_last",),
+    "penstock.fuse": ("convolutions", "transformer", "on"),
+    "penstock.cuda_graphs": ("on", "off"),
+    "penstock.pack": ("tokens",),
+    "penstock.weights": ("int8", "int4"),
+    "penstock.stream_priority": ("high", "normal", "low"),
+    "penstock.streams": tuple(map(str, range(1, MAX_STREAMS + 1))),
+    "penstock.nvtx": ("on", "off"),
+    GPU_ENGINE: GPU_ENGINES,
+}
 _OF_PYTORCH = (
     "factory compile dtype keep_fp32 memory_format fuse cuda_graphs pack fp8 fp8_keep weights"
 )
@@ -127,7 +148,7 @@ PARAMETERS = (
     *_texts("", "backends.md", "preprocess model_inputs image postprocess model_outputs"),
     *_texts("pytorch", "backends.md", f"{_OF_PYTORCH} {_OF_SHARING}"),
     *_texts("tensorrt", "backends.md", "cuda_graphs"),
-    *(ConfigParameter(key, "onnx-on-gpus.md", backend="onnxruntime") for key in ON_GPUS),
+    *_texts("onnxruntime", "onnx-on-gpus.md", f"gpu_engine {_OF_ONNX}"),
     *_texts(LLM, "llm.md", _OF_LLM),
 )
 _NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.field)
@@ -171,10 +192,11 @@ def write(config: ModelConfig) -> dict[str, str]:
     if config.env:
         values[ENV] = ", ".join(config.env)
     if config.preprocess is not None:
-        values[PREPROCESS] = config.preprocess.function
         values[MODEL_INPUTS] = format_tensors(config.preprocess.inputs)
         if config.preprocess.image is not None:
             values[IMAGE_SETTINGS] = config.preprocess.image
+        else:
+            values[PREPROCESS] = config.preprocess.function
     if config.postprocess is not None:
         values[POSTPROCESS] = config.postprocess.function
         values[MODEL_OUTPUTS] = format_tensors(config.postprocess.outputs)
@@ -190,6 +212,11 @@ def format_tensors(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(
         f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
     )
+
+
+def takes_images(given: Mapping[str, str]) -> bool:
+    """Whether clients send encoded images, by the parameters as texts."""
+    return IMAGE_SETTINGS in given or given.get(PREPROCESS) == IMAGE
 
 
 def follows_links(message: Proto) -> bool:
@@ -212,13 +239,17 @@ class ParameterReader:
         self._problem(f"parameters.{key}", text)
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers by their keys, in the unit of their fields. Reports unknown keys."""
+        """Return the numbers by their keys, in the unit of their fields. Reports unknown keys, and
+        texts that a parameter does not take."""
         there = by_key(self._backend)
         numbers: dict[str, float] = {}
         for key, text in self._given.items():
             parameter = there.get(key)
             if parameter is None and key.startswith(PREFIX):
                 self._report(key, f"unknown; expected one of {', '.join(there)}")
+            elif parameter is not None and parameter.values and text:
+                if text not in parameter.values:
+                    self._report(key, f"'{text}' is not one of {', '.join(parameter.values)}")
             elif parameter is not None and parameter.field:
                 if (value := parameter.parse(text)) is None:
                     self._report(key, f"'{text}' is not a {parameter.expected}")
@@ -268,7 +299,7 @@ class ParameterReader:
         image = self._given.get(IMAGE_SETTINGS)
         if not {PREPROCESS, MODEL_INPUTS, IMAGE_SETTINGS} & self._given.keys():
             return None
-        example = "input_ids:INT64[-1]" if image is None else "x:FP32[3,224,224]"
+        example = "x:FP32[3,224,224]" if takes_images(self._given) else "input_ids:INT64[-1]"
         inputs = self._model_tensors(MODEL_INPUTS, f"takes, such as {example}")
         if image is None:
             return Preprocess(self._function(PREPROCESS, STAGES), inputs)

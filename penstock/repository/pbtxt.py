@@ -7,6 +7,7 @@ ModelConfig; fields that a ModelConfig does not hold are kept from the edited me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import warnings
@@ -23,7 +24,7 @@ from penstock.config import (
     CPU,
     EACH_GPU,
     GPU_ENGINE,
-    GPU_ENGINES,
+    IMAGE,
     LLM,
     MAX_INSTANCES,
     ONNX_RUNTIME,
@@ -87,6 +88,7 @@ READERS: Mapping[str, SignatureReader] = {
     "python": python_file.read_signature,
     LLM: lambda path: TEXT_SIGNATURE,
 }
+OUTPUT_EXAMPLE = 'for example: output { name: "y" data_type: TYPE_FP32 dims: 2 }'
 EXAMPLE = (
     'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
@@ -177,8 +179,9 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     message.metric_tags.update(config.metric_tags)
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
-    # They are among the options.
-    message.optimization.ClearField("execution_accelerators")
+    if GPU_ENGINE in config.options:
+        # They are among the options.
+        message.optimization.ClearField("execution_accelerators")
     if not message.optimization.ListFields():
         message.ClearField("optimization")
     message.parameters.clear()
@@ -338,14 +341,10 @@ class _Resolver:
                 field, _, detail = path.partition(".")
                 self._problem(field, f"{detail} is not supported" if detail else "not supported")
 
-    def _options(self, backend: str) -> dict[str, str]:
-        message = self._message
-        options = accelerators.read(message, backend, self._problem)
-        options |= {key: value.string_value for key, value in message.parameters.items()}
-        if options.get(GPU_ENGINE, ONNX_RUNTIME) not in GPU_ENGINES:
-            expected = f"'{options[GPU_ENGINE]}' is not one of {', '.join(GPU_ENGINES)}"
-            self._problem(f"parameters.{GPU_ENGINE}", expected)
-        return options
+    def _options(self, backend: str, *, has_gpu: bool) -> dict[str, str]:
+        options = accelerators.read(self._message, backend, self._problem)
+        # Accelerators are for GPUs: on the CPU ONNX Runtime runs the model without them.
+        return (options if has_gpu else {}) | _texts(self._message)
 
     def resolve(self) -> ModelConfig:
         message = self._message
@@ -355,14 +354,16 @@ class _Resolver:
         backend = self._backend()
         artifact = self._artifact(backend)
         inputs, outputs, max_batch = self._tensors(backend, artifact)
-        options = self._options(backend)
-        if IMAGE_SETTINGS in options:
+        placed = self._instances(backend)
+        options = self._options(backend, has_gpu=set(placed) != {CPU})
+        if parameters.takes_images(options):
             inputs = self._image_inputs(options, backend, artifact, inputs)
         reader = ParameterReader(options, backend, self._folder, self._problem)
         numbers = reader.numbers()
         preprocess = reader.preprocess()
-        if preprocess is not None and preprocess.image is not None:
-            self._check_image(preprocess, inputs, max_batch)
+        if preprocess is not None and preprocess.function == IMAGE:
+            self._check_image_batch(backend, artifact, max_batch)
+            self._check_image(preprocess, inputs)
         padding = reader.padding(preprocess.inputs if preprocess else inputs)
         batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
         if not inputs:
@@ -390,7 +391,6 @@ class _Resolver:
         is_known = preprocess is None or preprocess.function in STAGES
         if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
             self._problem(f"parameters.{parameters.MAX_TOKENS}", problem)
-        placed = self._instances(backend)
         is_optional = self._is_gpu_optional(backend) and set(placed) != {CPU}
         if is_optional and config.on(placed).engine == ONNX_RUNTIME:
             # ONNX Runtime is chosen by name: nothing else runs the model instead.
@@ -497,11 +497,16 @@ class _Resolver:
         max_batch = message.max_batch_size
         if max_batch < 0:
             self._problem("max_batch_size", f"{max_batch} is negative")
+        read = _signature_reader(backend, artifact)
+        # Encoded images need no input: its name has a default.
+        takes_images = parameters.takes_images(_texts(message)) and read is None
         # A Python model may have outputs but no inputs.
-        is_whole = bool(outputs) and (bool(inputs) or backend == "python")
+        is_whole = bool(outputs) and (bool(inputs) or backend == "python" or takes_images)
         if not is_whole and not self._problems:
-            if (read := _signature_reader(backend, artifact)) is not None:
+            if read is not None:
                 inputs, outputs, max_batch = self._complete(read, artifact, inputs, outputs)
+            elif takes_images:
+                self._problem("output", f"must be given for backend '{backend}', {OUTPUT_EXAMPLE}")
             else:
                 self._problem("input, output", f"must be given for backend '{backend}', {EXAMPLE}")
         check_names("input", inputs, self._problem)
@@ -537,8 +542,8 @@ class _Resolver:
     def _image_inputs(
         self, options: dict[str, str], backend: str, artifact: Path, inputs: Specs
     ) -> Specs:
-        """Return what clients send to a model behind `penstock.image`. What the model takes is
-        added to the options, from its file, unless it is there already."""
+        """Return what clients send to a model that takes images. What the model takes is added to
+        the options, from its file, unless it is there already."""
         is_given = bool(self._message.input)
         if MODEL_INPUTS not in options and not self._problems:
             taken = inputs
@@ -548,24 +553,46 @@ class _Resolver:
                 options[MODEL_INPUTS] = parameters.format_tensors(taken)
         return inputs if is_given else (IMAGE_INPUT,)
 
-    def _check_image(self, step: Preprocess, inputs: Specs, max_batch: int) -> None:
-        found = [(spec.datatype, spec.shape) for spec in inputs]
+    def _check_image_batch(self, backend: str, artifact: Path, max_batch: int) -> None:
+        """Images are rows of a batch; a file of one fixed size of batch takes no rows."""
         if self._problems:
             return
+        fixed: Sequence[TensorSpec] = ()
+        if (read := _signature_reader(backend, artifact)) is not None:
+            # A file that is not read here declares its tensors in config.pbtxt.
+            with contextlib.suppress(ConfigError):
+                fixed = [spec for spec in read(artifact).inputs if spec.shape[:1] != (-1,)]
+        if fixed:
+            what = f"'{fixed[0].name}' has shape {list(fixed[0].shape)}"
+            needs = "encoded images need a variable first dimension, the batch"
+            self._problem(artifact.name, f"{what}; {needs}: export the model with one")
+        elif not max_batch:
+            self._problem("max_batch_size", "0; encoded images need a batch of rows")
+
+    def _check_image(self, step: Preprocess, inputs: Specs) -> None:
+        if self._problems:
+            return
+        found = [(spec.datatype, spec.shape) for spec in inputs]
         if found != [(IMAGE_INPUT.datatype, IMAGE_INPUT.shape)]:
-            self._problem("input", "expected one of TYPE_STRING, dims 1: an encoded image")
-        if not max_batch:
-            self._problem("max_batch_size", f"0; parameters.{IMAGE_SETTINGS} needs a batch of rows")
+            given = parameters.format_tensors(inputs)
+            sent = "expected what clients send: one of TYPE_STRING, dims 1, an encoded image"
+            own = f"leave it out, or name the model's own in parameters.{MODEL_INPUTS}"
+            self._problem("input", f"{given}; {sent}; {own}")
         if len(step.inputs) != 1:
             names = ", ".join(spec.name for spec in step.inputs)
             problem = f"{names}: expected {image_settings.SHAPES}"
             self._problem(f"parameters.{MODEL_INPUTS}", problem)
             return
+        key = f"parameters.{parameters.PREPROCESS}"
         try:
-            image_settings.parse(step.image or "", step.inputs[0])
+            if step.image is None:
+                pretrained.image_settings(self._folder).check(step.inputs[0])
+            else:
+                key = f"parameters.{IMAGE_SETTINGS}"
+                image_settings.parse(step.image, step.inputs[0])
         except ConfigError as error:
             for problem in error.problems:
-                self._problem(f"parameters.{IMAGE_SETTINGS}", problem)
+                self._problem(key, problem)
 
     def _spec(self, kind: str, index: int, item: Proto) -> TensorSpec:
         path = f"{kind}[{index}]"
@@ -695,6 +722,16 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
     elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
         found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
+    if IMAGE_SETTINGS in message.parameters and parameters.PREPROCESS in message.parameters:
+        why = f"parameters.{IMAGE_SETTINGS} decides, so preprocessor_config.json is not read"
+        found.append((f"parameters.{parameters.PREPROCESS}", why))
+    found += _without_engine(config, message)
+    return [f"{path}: has no effect; {why}" for path, why in found]
+
+
+def _without_engine(config: ModelConfig, message: Proto) -> list[tuple[str, str]]:
+    """Return what has no effect on the engine that runs an ONNX file, and why."""
+    found: list[tuple[str, str]] = []
     if config.engine == ONNX_RUNTIME:
         ran_by, engine = "ONNX Runtime runs the model", "Penstock's own engine would"
         why = (
@@ -702,12 +739,19 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         )
         keys = parameters.OF_OWN_ENGINE if config.uses_gpu else parameters.OF_ONNX
         found += [(f"parameters.{key}", why) for key in keys if key in config.options]
+    if _is_set(message, accelerators.PATH) and not config.uses_gpu:
+        why = "no instance is on a GPU, so ONNX Runtime runs the model on the CPU"
+        found.append((accelerators.PATH, why))
     if GPU_ENGINE in config.options and not config.uses_gpu:
         found.append((f"parameters.{GPU_ENGINE}", "no instance is on a GPU"))
     if config.backend == ONNX_RUNTIME and config.engine != ONNX_RUNTIME:
         given = [key for key in config.options if key.startswith("provider")]
         found += [(f"parameters.{key}", f"parameters.{GPU_ENGINE} decides") for key in given]
-    return [f"{path}: has no effect; {why}" for path, why in found]
+    return found
+
+
+def _texts(message: Proto) -> dict[str, str]:
+    return {key: value.string_value for key, value in message.parameters.items()}
 
 
 def _names_gpu_provider(options: Mapping[str, str]) -> bool:
@@ -763,6 +807,8 @@ def _group_problems(group: Proto, backend: str) -> list[tuple[str, str]]:
     elif any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         expected = "expected each GPU once, by its number from 0 on"
         found.append(("gpus", f"{gpus}: {expected}; count says how many instances each gets"))
+    elif group.kind == group.KIND_CPU and backend == "tensorrt":
+        found.append(("kind", "KIND_CPU, but a TensorRT plan runs on a GPU; expected KIND_GPU"))
     elif (gpus or is_gpu) and backend not in GPU_BACKENDS:
         what = f"asks for KIND_GPU, which is not supported for backend '{backend}'"
         found.append(("kind" if is_gpu else "gpus", what))

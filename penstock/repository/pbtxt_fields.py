@@ -37,7 +37,8 @@ _READ = {
 READ = frozenset(f"{start}{name}" for start, names in _READ.items() for name in names.split())
 # Only shown to clients, in `/config`.
 SHOWN = frozenset(("input.format", "instance_group.name"))
-# Requests for what the server does anyway.
+# Requests for what the server does anyway: it pins memory wherever a GPU copies from or to it.
+# Asking for the contrary has no effect.
 GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
@@ -92,6 +93,8 @@ def _unused(message: Proto, path: str, where: str) -> Iterator[tuple[str, str]]:
             continue
         if name in REASONS:
             yield place, REASONS[name]
+        elif f"{name}.enable" in GRANTED and not value.enable:
+            yield f"{place}.enable", "memory that a GPU copies is always pinned"
         elif field.message_type is None:
             yield place, "Penstock does not know this field"
         else:

@@ -72,7 +72,8 @@ def test_pixels_are_those_of_transformers(tmp_path, kind):
 def test_formats_modes_and_base64_are_one_image(step):
     plain = tiny.draw_image(40, 40)
     coded = base64.b64encode(plain)
-    made = step.tried_all(rows(plain, coded, b"data:image/png;base64," + coded))
+    forms = plain, coded, b"data:image/png;base64," + coded, base64.encodebytes(plain)
+    made = step.tried_all(rows(*forms))
     for each in made[1:]:
         np.testing.assert_array_equal(each["pixel_values"], made[0]["pixel_values"])
     others = [tiny.draw_image(40, 40, form=form) for form in ("JPEG", "WEBP")]
@@ -101,7 +102,9 @@ def bomb(width, height):
         (b"not an image", "12 bytes that are no image; expected a JPEG, PNG or WebP file"),
         (b"", "0 bytes that are no image"),
         (tiny.draw_image(64, 64)[:100], "cannot be decoded"),
-        (b"GIF89a" + bytes(100), "no image"),
+        (b"GIF89a" + bytes(100), "GIF files are not decoded; expected a JPEG, PNG or WebP file"),
+        (tiny.draw_image(9, 9, form="BMP"), "BMP files are not decoded"),
+        (tiny.draw_image(9, 9, form="TIFF"), "TIFF files are not decoded"),
         (bomb(7000, 7000), "7000 x 7000 pixels; at most 36000000 in all"),
         (bomb(12000, 12000), "12000 x 12000 pixels"),
         (bomb(60000, 60000), "more than 36000000 pixels"),
@@ -112,6 +115,58 @@ def test_what_is_no_image_fails_alone(step, data, problem):
     assert good["pixel_values"].shape == (3, 32, 32)
     assert isinstance(bad, InvalidRequest)
     assert str(bad).startswith("input 'IMAGE': ") and problem in str(bad)
+
+
+def test_damage_that_pillow_passes_over_is_refused(step):
+    photo = bytearray(tiny.draw_image(64, 64, form="JPEG"))
+    photo[-40:-38] = b"\xff\x17"
+    png = bytearray(tiny.draw_image(64, 64))
+    png[png.index(b"IDAT") + 200] ^= 1
+    for data, problem in ((photo, "marker 17 at byte"), (png, "checksum of chunk 'IDAT'")):
+        (refused,) = step.tried_all(rows(bytes(data)))
+        assert isinstance(refused, InvalidRequest)
+        assert str(refused).startswith("input 'IMAGE': the file is damaged: ")
+        assert problem in str(refused)
+
+
+def test_pixels_that_are_missing_in_the_coded_stream_are_refused(step):
+    # 200 zeros: the decoder leaves the rest of the image grey.
+    photo = bytearray(tiny.draw_image(200, 160, form="JPEG"))
+    photo[1000:1200] = bytes(200)
+    (refused,) = step.tried_all(rows(bytes(photo)))
+    problem = "the file is damaged: its coded pixels end before the image does"
+    assert str(refused) == f"input 'IMAGE': {problem}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"subsampling": 0},
+        {"subsampling": 2},
+        {"optimize": True},
+        {"restart_marker_rows": 1},
+        {"progressive": True},
+    ],
+    ids=str,
+)
+def test_whole_photos_have_the_pixels_of_pillow(tmp_path, options):
+    chance = np.random.default_rng(3)
+    for number in range(20):
+        width, height = (int(size) for size in chance.integers(1, 200, 2))
+        file = io.BytesIO()
+        pixels = chance.integers(0, 256, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).save(file, "JPEG", quality=20 + 4 * number, **options)
+        spec = TensorSpec("x", "UINT8", (height, width, 3))
+        found = made_by(tmp_path, "", spec, file.getvalue())
+        np.testing.assert_array_equal(found, np.asarray(Image.open(file)))
+
+
+def test_grey_with_16_bits_keeps_the_upper_8(tmp_path):
+    file = io.BytesIO()
+    values = np.array([[0, 0x00FF], [0x4000, 0xFFFF]], np.uint16)
+    Image.fromarray(values).save(file, "PNG")
+    found = made_by(tmp_path, "", TensorSpec("x", "UINT8", (2, 2, 3)), file.getvalue())
+    np.testing.assert_array_equal(found[..., 0], [[0, 0], [64, 255]])
 
 
 @pytest.mark.parametrize(

@@ -52,3 +52,11 @@ def test_a_bad_row_fails_its_own_request(runner):
     good, bad = answer.answers
     assert good["input_ids"].shape[0] == 1
     assert isinstance(bad, InvalidRequest)
+
+
+def test_an_error_of_one_row_of_several_says_which(runner):
+    texts = np.array([[b"cat"], [b"\xff"], [b"cat"]], dtype=object)
+    (answer,) = runner.start(Batch({"TEXT": texts}, 3, [RequestPart("a", 3)])).wait()
+    (bad,) = answer.answers
+    assert isinstance(bad, InvalidRequest)
+    assert str(bad).startswith("row 1: input 'TEXT': not UTF-8")

@@ -126,7 +126,7 @@ def by_cpu(config, files):
     return [row["x"] for row in rows]
 
 
-@pytest.mark.parametrize("text", [SETTINGS, "interpolation=bicubic; channels=bgr; resize=30x20"])
+@pytest.mark.parametrize("text", [SETTINGS, "interpolation=bicubic; channels=bgr; resize=30x26"])
 def test_pixels_are_those_of_the_cpu(tmp_path, gpu, text):
     config = a_config(tmp_path, text)
     decode = PillowDecoder()
@@ -135,7 +135,7 @@ def test_pixels_are_those_of_the_cpu(tmp_path, gpu, text):
     for answer, expected in zip(answers(runner, files), by_cpu(config, files), strict=True):
         np.testing.assert_allclose(answer["y"][0], expected, atol=STEP)
         # A ratio such as 10 : 7 gives many values that are half of one.
-        assert (np.abs(answer["y"][0] - expected) > 1e-4).mean() < 0.15
+        assert (np.abs(answer["y"][0] - expected) > 1e-4).mean() < 0.2
     assert decode.sizes == [MAX_BATCH] and runner.decoder.num_on_cpu == 0
     runner.close()
 

@@ -2,6 +2,7 @@
 PyTorch module, served, inspected, measured and profiled with a folder of photos."""
 
 import io
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -45,7 +46,7 @@ def factory():
 """
 
 
-def add_onnx(repository, text, shape=(3, SIZE, SIZE)):
+def add_onnx(repository, text, shape=(3, SIZE, SIZE), batch="n"):
     folder = repository / "photo"
     (folder / "1").mkdir(parents=True)
     nodes = [
@@ -55,8 +56,8 @@ def add_onnx(repository, text, shape=(3, SIZE, SIZE)):
     graph = helper.make_graph(
         nodes,
         "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", *shape])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", CLASSES])],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, *shape])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, CLASSES])],
         [numpy_helper.from_array(WEIGHT, "weight")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
@@ -89,15 +90,16 @@ def rows(files):
     return np.array([[file] for file in files], dtype=object)
 
 
-@pytest.mark.parametrize("form", ["onnx", "onnx with input", "module"])
+@pytest.mark.parametrize("form", ["onnx", "onnx with input", "module", "module with input"])
 def test_files_go_in_and_the_models_answers_come_out(tmp_path, form):
     head = "max_batch_size: 4\ndynamic_batching { }\n" + IMAGE
-    if form == "module":
+    given = INPUT if "input" in form else ""
+    if form.startswith("module"):
         pytest.importorskip("torch")
-        folder = add_module(tmp_path, head + INPUT + OUTPUT + TAKEN)
+        folder = add_module(tmp_path, head + given + OUTPUT + TAKEN)
     else:
-        folder = add_onnx(tmp_path, head + (INPUT + OUTPUT if "input" in form else ""))
-    name = "IMAGE" if form == "onnx" else "PHOTO"
+        folder = add_onnx(tmp_path, head + (given + OUTPUT if given else ""))
+    name = "PHOTO" if given else "IMAGE"
     with penstock.load(folder) as model:
         found = model.infer({name: rows(PHOTOS[:3])})["y"]
         np.testing.assert_allclose(found, [expected(each) for each in PHOTOS[:3]], atol=1e-3)
@@ -131,6 +133,16 @@ def test_what_the_file_says_is_filled_in_and_reads_back(tmp_path):
     [
         (PARAMETER % ("penstock.image", "size=3"), (3, 8, 8), "penstock.image: 'size=3': expected"),
         (IMAGE, (3, "h", "w"), "penstock.image: 'x' has shape [3, -1, -1]; expected one input"),
+        (
+            PARAMETER % ("penstock.image", "resize=shortest 20"),
+            (3, SIZE, SIZE),
+            "resize: 'shortest 20': less than the model's 24x24, so every image would get a black",
+        ),
+        (
+            PARAMETER % ("penstock.preprocess", "image"),
+            (3, SIZE, SIZE),
+            "penstock.preprocess: no preprocessor_config.json; it says how images are resized",
+        ),
         (IMAGE, (1, 28, 28), "penstock.image: 'x' has shape [1, 28, 28]; expected one input"),
         (
             IMAGE + PARAMETER % ("penstock.preprocess", "tokenizer"),
@@ -140,12 +152,12 @@ def test_what_the_file_says_is_filled_in_and_reads_back(tmp_path):
         (
             IMAGE + 'max_batch_size: 2 input { name: "x" data_type: TYPE_FP32 dims: 3 }',
             (3, 8, 8),
-            "input: expected one of TYPE_STRING, dims 1: an encoded image",
+            "input: x:FP32[3]; expected what clients send: one of TYPE_STRING, dims 1",
         ),
         (
             INPUT + OUTPUT + IMAGE + TAKEN,
             (3, SIZE, SIZE),
-            "max_batch_size: 0; parameters.penstock.image needs a batch of rows",
+            "max_batch_size: 0; encoded images need a batch of rows",
         ),
         (
             IMAGE + PARAMETER % ("penstock.model_inputs", "x:FP32[3,8,8], z:FP32[1]"),
@@ -160,8 +172,53 @@ def test_configurations_that_make_no_sense_are_refused(tmp_path, text, shape, pr
     assert any(problem in each for each in problems), problems
 
 
+@pytest.mark.parametrize("max_batch", [0, 8])
+def test_a_file_for_one_row_is_refused_whatever_the_batch(tmp_path, max_batch):
+    add_onnx(tmp_path, f"max_batch_size: {max_batch}\n" + IMAGE, batch=1)
+    (problems,) = layout.read(tmp_path).problems.values()
+    shape = f"model.onnx: 'x' has shape [1, 3, {SIZE}, {SIZE}]"
+    needs = "encoded images need a variable first dimension, the batch: export the model with one"
+    assert problems == [f"{shape}; {needs}"]
+
+
+def add_json(folder, **settings):
+    written = {"image_processor_type": "ViTImageProcessor", "image_mean": MEAN, "image_std": STD}
+    written["size"] = {"shortest_edge": 28}
+    written |= {"do_center_crop": True, "crop_size": {"height": SIZE, "width": SIZE}, **settings}
+    (folder / "1" / "preprocessor_config.json").write_text(json.dumps(written))
+
+
+def test_a_file_of_settings_is_enough(tmp_path):
+    head = "max_batch_size: 4\ndynamic_batching { }\n"
+    folder = add_onnx(tmp_path, head + PARAMETER % ("penstock.preprocess", "image"))
+    add_json(folder)
+    config = config_of(folder)
+    assert [spec.name for spec in config.inputs] == ["IMAGE"] and not config.warnings
+    with penstock.load(folder) as model:
+        found = model.infer({"IMAGE": rows(PHOTOS[:2])})["y"]
+    np.testing.assert_allclose(found, [expected(each) for each in PHOTOS[:2]], atol=1e-3)
+
+
+def test_settings_of_another_size_are_refused(tmp_path):
+    add_json(
+        add_onnx(tmp_path, "max_batch_size: 4\n" + PARAMETER % ("penstock.preprocess", "image")),
+        crop_size={"height": 8, "width": 9},
+    )
+    (problems,) = layout.read(tmp_path).problems.values()
+    problem = f"images of 8x9, but 'x' has shape [3, {SIZE}, {SIZE}]"
+    assert problems == [f"parameters.penstock.preprocess: {problem}"]
+
+
+def test_settings_beside_a_file_of_settings_say_which_one_counts(tmp_path):
+    folder = add_onnx(tmp_path, IMAGE + PARAMETER % ("penstock.preprocess", "image"))
+    add_json(folder)
+    (warning,) = config_of(folder).warnings
+    why = "parameters.penstock.image decides, so preprocessor_config.json is not read"
+    assert warning == f"parameters.penstock.preprocess: has no effect; {why}"
+
+
 def test_a_module_has_to_say_what_it_takes(tmp_path):
-    add_module(tmp_path, "max_batch_size: 4\n" + INPUT + OUTPUT + IMAGE)
+    add_module(tmp_path, "max_batch_size: 4\n" + OUTPUT + IMAGE)
     (problems,) = layout.read(tmp_path).problems.values()
     wanted = "penstock.model_inputs: '': expected what the model takes, such as x:FP32[3,224,224]"
     assert any(wanted in each for each in problems), problems

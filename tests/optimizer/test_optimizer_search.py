@@ -631,9 +631,10 @@ def test_what_was_not_built_as_asked_for_keeps_no_layers() -> None:
 
 
 def test_out_of_time_the_best_so_far_is_measured() -> None:
-    slow = MadePass("slow", "precision")
+    slow, on_gpus = MadePass("slow", "precision"), MadePass("on GPUs", "quantise")
+    on_gpus.is_for_gpus = True
     lab, run = searched(
-        {"original": 20.0, "faster": 8.0, "slow": 7.0}, FASTER, slow, LOSSY, budget_s=100.0
+        {"original": 20.0, "faster": 8.0, "slow": 7.0}, FASTER, slow, LOSSY, on_gpus, budget_s=100.0
     )
     lab.try_s = 30.0
     search = run()
@@ -642,6 +643,8 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
     assert [skip.cut_by for skip in search.findings.skipped if skip.pass_name == "lossy"] == [
         "time"
     ]
+    # There is no GPU, so more time would not have helped it.
+    assert "on GPUs" not in [skip.pass_name for skip in search.findings.skipped]
     assert len(search.findings.finalists) > 1
 
 

@@ -62,6 +62,11 @@ class TestServed:
         found = settled(served(rate=200.0), served(rate=300.0))
         assert found == ("slower", "up to 200/s, the chosen one 300/s")
 
+    def test_the_reason_is_the_figure_that_decided(self) -> None:
+        """Both miss the SLO with nearly the same share in time, so the rate decides."""
+        found = settled(served(0.97, 0.03, rate=200.0), served(0.93, 0.03, rate=300.0))
+        assert found == ("slower", "up to 200/s, the chosen one 300/s")
+
     def test_missing_the_slo_is_said(self) -> None:
         outcome, reason = settled(served(1.0, 0.03), served())
         assert (outcome, reason) == ("slower", "misses the SLO, unlike the chosen one")

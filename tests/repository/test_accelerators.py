@@ -119,13 +119,6 @@ def test_written_and_read_again_it_is_the_same(tmp_path: Path) -> None:
     assert "gpu_execution_accelerator" in str(shown)
 
 
-def test_without_a_gpu_it_runs_on_the_cpu_and_says_so(tmp_path: Path) -> None:
-    config = resolve(BASE + "instance_group [{ kind: KIND_CPU }]" + CUDA, tmp_path)
-    assert (config.engine, config.device) == ("onnxruntime", "cpu")
-    (warning,) = config.warnings
-    assert warning.startswith("parameters.penstock.gpu_engine: has no effect; no instance is on")
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -197,3 +190,22 @@ def test_without_a_kind_a_chosen_gpu_provider_is_not_replaced_by_the_cpu(
     on_cpu = resolve(BASE + parameter("providers", "CPUExecutionProvider"), tmp_path)
     assert (on_cpu.device, on_cpu.is_gpu_optional) == ("cpu", False)
     assert resolve(BASE, tmp_path).is_gpu_optional
+
+
+@pytest.mark.parametrize("group", ["", "instance_group [{ kind: KIND_CPU }]"])
+@pytest.mark.parametrize("accelerator", [TENSORRT, CUDA])
+def test_without_a_gpu_they_are_a_warning_of_their_own(
+    tmp_path: Path, group: str, accelerator: str
+) -> None:
+    config = resolve(BASE + group + accelerator, tmp_path)
+    assert (config.options, config.device, config.engine) == ({}, "cpu", "onnxruntime")
+    why = "no instance is on a GPU, so ONNX Runtime runs the model on the CPU"
+    assert config.warnings == (f"{accelerators.PATH}: has no effect; {why}",)
+    # A version that is committed here keeps them for machines with a GPU.
+    assert "execution_accelerators" in pbtxt.write(config, pbtxt.parse(config.written))
+
+
+def test_a_workspace_is_a_number_of_bytes(tmp_path: Path) -> None:
+    text = TENSORRT.replace("1073741824", "1G")
+    (problem,) = problems(BASE + ON_GPUS + text, tmp_path)
+    assert problem.endswith(".max_workspace_size_bytes: '1G' is not a number of bytes")

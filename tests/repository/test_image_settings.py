@@ -61,6 +61,8 @@ def test_how_images_are_resized_and_cropped(text, size, placed):
         ("resize=256", "resize: '256': expected exact, none, 'shortest 256', or height and width"),
         ("resize=shortest 0", "resize: 'shortest 0'"),
         ("resize=1x999999", "resize: '1x999999'"),
+        ("resize=223x200", "resize: '223x200': less than the model's 224x200, so every"),
+        ("resize=shortest 199", "resize: 'shortest 199': less than the model's 224x200"),
         ("interpolation=cubic", "interpolation: 'cubic' is not one of nearest, lanczos, bilinear"),
         ("decoder=gpu", "decoder: 'gpu' is not auto or cpu"),
         ("channels=grey", "channels: 'grey' is not rgb or bgr"),

@@ -64,3 +64,36 @@ def test_a_backend_has_its_own_parameters_and_those_of_all() -> None:
     )
     given = {"penstock.slo": "off", "penstock.dtype": "bf16", "intra_op": "2"}
     assert parameters.options_of(given) == {"penstock.dtype": "bf16", "intra_op": "2"}
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "pytorch"])
+@pytest.mark.parametrize("key", [key for key in parameters.VALUES if "gpu_engine" not in key])
+def test_values_are_checked_wherever_the_model_runs(key: str, backend: str) -> None:
+    found: list[str] = []
+
+    def read(text: str) -> None:
+        folder = Path()
+        reader = parameters.ParameterReader(
+            {key: text}, backend, folder, lambda path, problem: found.append(f"{path}: {problem}")
+        )
+        reader.numbers()
+
+    known = parameters.VALUES[key]
+    for text in ("", *known):
+        read(text)
+    assert found == []
+    read("nonsense")
+    assert found == [f"parameters.{key}: 'nonsense' is not one of {', '.join(known)}"]
+
+
+def test_the_table_has_what_the_engine_takes() -> None:
+    pytest.importorskip("torch")
+    from penstock.backends import pytorch, torch_cuda, torch_fusion, torch_linear, torch_packing
+
+    values = parameters.VALUES
+    assert values["penstock.dtype"] == tuple(pytorch.DTYPES)[1:]
+    assert values["penstock.compile"][1:] == pytorch.WITH_GRAPHS
+    assert values["penstock.fuse"] == torch_fusion.WHAT
+    assert values["penstock.pack"] == (torch_packing.TOKENS,)
+    assert values["penstock.weights"] == tuple(torch_linear.WEIGHTS)
+    assert values["penstock.stream_priority"] == tuple(torch_cuda.PRIORITIES)

@@ -283,3 +283,14 @@ def test_a_field_that_a_later_message_adds_is_warned_about():
 def test_what_has_no_effect_beside_the_rest_is_warned_about(text, warnings, tmp_path: Path):
     config = resolve(BASE + text, tmp_path)
     assert [warning.split(": ")[0] for warning in config.warnings] == warnings
+
+
+def test_memory_that_is_not_to_be_pinned_is_a_warning() -> None:
+    both = "input_pinned_memory { enable: false } output_pinned_memory { enable: %s }"
+    for last, names in (("false", ("input", "output")), ("true", ("input",))):
+        message = pbtxt.parse(BASE + f"optimization {{ {both % last} }}")
+        assert pbtxt_fields.unused(message) == [
+            f"optimization.{name}_pinned_memory.enable: has no effect; memory that a GPU copies is "
+            "always pinned"
+            for name in names
+        ]

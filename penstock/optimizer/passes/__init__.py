@@ -102,6 +102,8 @@ class Pass(Protocol):
     # Seconds that a step takes on a GPU beyond loading and timing it, to tune or compile kernels:
     # of one stage, passes that take longer come later.
     gpu_seconds: float = 0.0
+    # True: it has no steps on a CPU.
+    is_for_gpus: bool = False
 
     def propose(self, context: PassContext) -> Proposals: ...
 

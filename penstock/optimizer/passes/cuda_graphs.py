@@ -15,6 +15,7 @@ WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 class CudaGraphs(Pass):
     name = "cuda-graphs"
     stage = "compile"
+    is_for_gpus = True
     is_config_only = True
 
     def propose(self, context: PassContext) -> Proposals:

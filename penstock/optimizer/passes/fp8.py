@@ -56,6 +56,7 @@ NUM_ROWS = 16
 class Fp8(LayeredPass):
     name = "fp8"
     stage = "quantise"
+    is_for_gpus = True
     changes_answers = True
     steps_differ = True
 

@@ -27,6 +27,7 @@ LEFT_OUT = ("penstock.compile", "penstock.fuse", building.CUDA_GRAPHS, LAYOUT, D
 class OnnxRuntimeGpu(Pass):
     name = "onnxruntime-gpu"
     stage = "compile"
+    is_for_gpus = True
     starts_over = True
 
     def propose(self, context: PassContext) -> Proposals:

@@ -30,6 +30,7 @@ TOLERANCE = 0.05
 class ToTensorRt(Pass):
     name = "tensorrt"
     stage = "quantise"
+    is_for_gpus = True
     changes_answers = True
 
     def propose(self, context: PassContext) -> Proposals:

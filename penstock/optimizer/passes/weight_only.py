@@ -29,6 +29,7 @@ TOLERANCE = 0.05
 class WeightOnly(Pass):
     name = "weight-only"
     stage = "quantise"
+    is_for_gpus = True
     changes_answers = True
 
     def propose(self, context: PassContext) -> Proposals:
