@@ -41,7 +41,7 @@ from penstock.kernels.convolution import (
     TunedLayer,
     Tuner,
 )
-from penstock.kernels.fused_linear import Attention, FusedLinear, ResidualNorm
+from penstock.kernels.fused_linear import Attention, FusedLinear, GatedProduct, ResidualNorm
 from penstock.kernels.gated import GatedConvolution, SqueezeExcite
 from penstock.kernels.image_norm import ImageNorm
 from penstock.kernels.int8_layers import Int8Layer
@@ -127,8 +127,8 @@ def _kind(layer: TunedLayer) -> str:
         return KINDS[1]
     if isinstance(layer, Convolution):
         return KINDS[0]
-    others = {ResidualNorm: 2, ImageNorm: 2, Attention: 3, SqueezeExcite: 4, Int8Layer: 5}
-    return KINDS[others[type(layer)]]
+    others = {ResidualNorm: 2, ImageNorm: 2, Attention: 3, SqueezeExcite: 4, GatedProduct: 4}
+    return KINDS[5 if isinstance(layer, Int8Layer) else others[type(layer)]]
 
 
 def _default(layer: TunedLayer) -> str:
