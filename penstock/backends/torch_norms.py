@@ -59,6 +59,8 @@ class _NormChain:
     shape: list[int] | None = None
     added: fx.Node | None = None
     activation: Activation | None = None
+    # Whether the weights are those of groups, in ONNX files.
+    is_by_group: bool = False
 
 
 def fuse_norms(traced: fx.GraphModule, tuner: Tuner | None) -> None:
@@ -135,11 +137,13 @@ class _NormFuser:
         weight, bias = (self._constant(each) for each in nodes)
         if [each is None for each in nodes] != [each is None for each in (weight, bias)]:
             return None
-        if node.target is layers.group_norm and (weight is None or len(weight) == num_groups):
-            # Opset 18 has a number for each group.
-            return None
+        # Opset 18 has a number for each group; ONNX has both weights always.
+        is_by_group = False
+        if node.target is layers.group_norm and weight is not None:
+            is_by_group = len(weight) == num_groups
         epsilon = EPSILON if epsilon is None else epsilon
-        return _NormChain([node], x, num_groups, weight, bias, float(epsilon))
+        chain = _NormChain([node], x, num_groups, weight, bias, float(epsilon))
+        return replace(chain, is_by_group=is_by_group)
 
     def _constant(self, node: object) -> torch.Tensor | None:
         if not isinstance(node, fx.Node) or node.op != "get_attr":
@@ -223,7 +227,7 @@ class _NormFuser:
     def _replace(self, chain: _NormChain, name: str) -> None:
         weight, bias = self._parameter(chain.weight), self._parameter(chain.bias)
         how = chain.epsilon, chain.activation, self.tuner
-        made = ImageNorm(chain.num_groups, weight, bias, *how)
+        made = ImageNorm(chain.num_groups, weight, bias, *how, chain.is_by_group)
         self.traced.add_submodule(name, made.eval())
         graph, last = self.traced.graph, chain.nodes[-1]
         with graph.inserting_before(last):

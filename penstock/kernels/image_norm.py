@@ -24,7 +24,8 @@ from penstock.kernels.convolution import (
 
 
 class ImageNorm(TunedLayer):
-    """Group norm. `added`, [batch, channels, 1, 1], is added to the images first."""
+    """Group norm. `added`, [batch, channels, 1, 1], is added to the images first. `is_by_group`:
+    weight and bias are numbers for each group."""
 
     def __init__(
         self,
@@ -34,8 +35,10 @@ class ImageNorm(TunedLayer):
         epsilon: float,
         activation: Activation | None,
         tuner: Tuner | None,
+        is_by_group: bool = False,
     ) -> None:
         super().__init__(tuner)
+        self.is_by_group = is_by_group
         self.num_groups, self.epsilon = num_groups, epsilon
         self.weight, self.bias = weight, bias
         self.activation = activation
@@ -57,6 +60,7 @@ class ImageNorm(TunedLayer):
         is_last = x.is_contiguous(memory_format=torch.channels_last)
         steps = ["channels_last"] * is_last + ["added"] * (added is not None)
         steps += [name for name in ("weight", "bias") if getattr(self, name) is not None]
+        steps += ["by_group"] * self.is_by_group
         steps += [] if self.activation is None else [str(self.activation)]
         return " ".join((f"group_norm {sizes} {dtype} groups {self.num_groups}", *steps))
 
@@ -75,14 +79,22 @@ class ImageNorm(TunedLayer):
 
     def _plain(self, x: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
         x = x if added is None else x + added
-        y = functional.group_norm(x, self.num_groups, self.weight, self.bias, self.epsilon)
+        y = functional.group_norm(x, self.num_groups, *self._weights(x), self.epsilon)
         return y if self.activation is None else self.activation(y)
+
+    def _weights(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return weight and bias of each channel."""
+        weight, bias = self.weight, self.bias
+        size = x.shape[1] // self.num_groups
+        if not self.is_by_group or size == 1:
+            return weight, bias
+        assert weight is not None and bias is not None
+        return weight.repeat_interleave(size), bias.repeat_interleave(size)
 
     def _by_kernel(
         self, kernel: Callable[..., torch.Tensor], x: torch.Tensor, added: torch.Tensor | None
     ) -> torch.Tensor:
         from penstock.kernels.group_norm import GroupNormForm
 
-        weights = self.weight, self.bias
-        form = GroupNormForm(self.num_groups, self.epsilon, *weights, self.activation)
+        form = GroupNormForm(self.num_groups, self.epsilon, *self._weights(x), self.activation)
         return kernel(last(x), form, None if added is None else added.flatten(1).contiguous())

@@ -319,14 +319,16 @@ def test_what_exporters_write_is_recognised_only_where_it_is_a_group_norm(name):
         assert "instance_norm" in rest or "mul" in rest
 
 
-def test_scales_by_group_of_opset_18_stay_with_the_importer():
+@pytest.mark.parametrize("num_groups", [4, 8], ids=["of two channels", "of one"])
+def test_scales_by_group_of_opset_18(num_groups):
     layers = pytest.importorskip("penstock.backends.onnx_import.layers")
     root, graph = nn.Module(), torch.fx.Graph()
-    root.scale, root.bias = torch.rand(4), torch.rand(4)
+    root.scale, root.bias = torch.rand(num_groups), torch.rand(num_groups)
     tensors = graph.placeholder("x"), graph.get_attr("scale"), graph.get_attr("bias")
-    graph.output(graph.call_function(layers.group_norm, tensors, {"num_groups": 4}))
+    normed = graph.call_function(layers.group_norm, tensors, {"num_groups": num_groups})
+    graph.output(graph.call_function(functional.silu, (normed,)))
     module, x = torch.fx.GraphModule(root, graph), given()[0]
     wanted = module(x)
     found = fusion.fuse(module, None, None, "on")
-    assert norms_and_rest(found) == ([], ["group_norm"])
+    assert norms_and_rest(found) == (["silu"], [])
     torch.testing.assert_close(found.module(x), wanted)

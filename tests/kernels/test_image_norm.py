@@ -83,6 +83,19 @@ def test_torch_runs_other_shapes(name):
 
 
 @torch.inference_mode()
+def test_weights_of_groups_are_spread_over_their_channels():
+    weight, bias = (torch.nn.Parameter(drawn(4) + n, requires_grad=False) for n in range(2))
+    layer = image_norm.ImageNorm(4, weight, bias, 1e-5, None, None, is_by_group=True)
+    x = drawn(2, 12, 5, 4)
+    wanted = functional.group_norm(x, 4, weight.repeat_interleave(3), bias.repeat_interleave(3))
+    for run in layer.implementations(x, None).values():
+        torch.testing.assert_close(run(x, None), wanted, atol=1e-5, rtol=1e-5)
+    assert layer.key(x, None).endswith("weight bias by_group")
+    narrow = drawn(2, 4, 5, 4)
+    torch.testing.assert_close(layer(narrow), functional.group_norm(narrow, 4, weight, bias))
+
+
+@torch.inference_mode()
 def test_kernels_are_left_out_where_they_cannot_run():
     layer, _ = a_layer()
     assert set(layer.implementations(drawn(0, 24, 3, 3), None)) == {"torch"}
