@@ -3,9 +3,10 @@
 The module is traced (`torch_tracing`). Batch normalisation is folded into the weights and dropout
 is removed; a convolution, a tensor added to it and an activation become one `Convolution`, in
 either order. Squeeze-and-excitation becomes one `SqueezeExcite`, or a `GatedConvolution` with the
-1x1 convolution after it. Only nodes without other users are fused, and a convolution moves to the
-end of its chain only if nothing writes to its inputs in between: answers stay the same, up to
-rounding. `torch_transformer` does the same for linear layers, norms and attention.
+1x1 convolution after it; group norms become `ImageNorm` (`torch_norms`). Only nodes without other
+users are fused, and a convolution moves to the end of its chain only if nothing writes to its
+inputs in between: answers stay the same, up to rounding. `torch_transformer` does the same for
+linear layers, norms and attention.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.nn import functional
 from penstock.backends.checks import read_code
 from penstock.backends.torch_activations import activation_of, factors_of, restore
 from penstock.backends.torch_aliasing import NO_MODULE, GraphMemory, called_module, has_no_hooks
+from penstock.backends.torch_norms import fuse_norms, is_by_channel
 from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.backends.torch_transformer import fuse_layers
 from penstock.config import ModelConfig
@@ -39,8 +41,9 @@ from penstock.kernels.convolution import (
     TunedLayer,
     Tuner,
 )
-from penstock.kernels.fused_linear import Attention, FusedLinear, ResidualNorm
+from penstock.kernels.fused_linear import Attention, FusedLinear, GatedProduct, ResidualNorm
 from penstock.kernels.gated import GatedConvolution, SqueezeExcite
+from penstock.kernels.image_norm import ImageNorm
 from penstock.kernels.int8_layers import Int8Layer
 
 # Values of `penstock.fuse`.
@@ -124,8 +127,8 @@ def _kind(layer: TunedLayer) -> str:
         return KINDS[1]
     if isinstance(layer, Convolution):
         return KINDS[0]
-    others = {ResidualNorm: 2, Attention: 3, SqueezeExcite: 4, Int8Layer: 5}
-    return KINDS[others[type(layer)]]
+    others = {ResidualNorm: 2, ImageNorm: 2, Attention: 3, SqueezeExcite: 4, GatedProduct: 4}
+    return KINDS[5 if isinstance(layer, Int8Layer) else others[type(layer)]]
 
 
 def _default(layer: TunedLayer) -> str:
@@ -166,6 +169,7 @@ def fuse(
         _drop(traced)
         restore(traced)
         if what != TRANSFORMER:
+            fuse_norms(traced, tuner)
             _Fuser(traced, tuner).run()
             _move_biases(traced)
             _pools(traced, tuner)
@@ -425,7 +429,8 @@ def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
     if other is conv and not is_in_place:
         one, other = other, one
     is_pair = one is conv and other is not conv and isinstance(other, fx.Node)
-    return other if is_pair else None
+    # Kernels add whole images only.
+    return other if is_pair and not is_by_channel(other) else None
 
 
 def _folded(

@@ -2,8 +2,9 @@
 
 Three linear layers of one input become one; nn.MultiheadAttention is taken apart; a linear layer
 takes its activation, a layer scale and an addition with it; a sum and its layer norm become one
-layer with two results; attention without a mask chooses its kernel. As in `torch_fusion`, only
-nodes without other users are fused, and only if nothing writes to their inputs in between.
+layer with two results; the halves of a gated linear unit are multiplied by one (`torch_gates`);
+attention without a mask chooses its kernel. As in `torch_fusion`, only nodes without other users
+are fused, and only if nothing writes to their inputs in between.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from penstock.backends.torch_aliasing import (
     called_module,
     has_no_hooks,
 )
+from penstock.backends.torch_gates import find_halves
 from penstock.kernels.activation import Activation
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.fused_linear import (
     Attention,
     FusedLinear,
+    GatedProduct,
     ResidualNorm,
     as_window,
     merge_heads,
@@ -76,8 +79,8 @@ class _LayerFuser:
     _weights: dict[nn.Module, nn.Parameter] = field(default_factory=dict)
 
     def run(self, leaves_linear: bool) -> None:
-        of_linear = (self._take_apart, self._merge, self._norm, self._linear)
-        for step in (*(() if leaves_linear else of_linear), self._attention):
+        of_linear = (self._take_apart, self._merge, self._norm, self._gate, self._linear)
+        for step in (*((self._gate,) if leaves_linear else of_linear), self._attention):
             self._memory = GraphMemory(self.traced)
             for node in list(self.traced.graph.nodes):
                 if node in self._memory.order:
@@ -186,6 +189,19 @@ class _LayerFuser:
         self._erase(node)
         total.replace_all_uses_with(summed)
         self._erase(total)
+
+    def _gate(self, node: fx.Node) -> None:
+        """The product of both halves of a tensor, one of them with an activation."""
+        halves = find_halves(self.traced, node)
+        if halves is None:
+            return
+        nodes = sorted(halves.nodes, key=lambda each: self._memory.order[each])
+        if self._memory.is_written(halves.x, nodes[0], nodes):
+            return
+        made = GatedProduct(halves.axis, halves.activation, halves.is_first, self.tuner)
+        with self.traced.graph.inserting_before(node):
+            call = self.traced.graph.call_module(self._add("gate", made), (halves.x,))
+        self._swap(nodes, call)
 
     def _linear(self, node: fx.Node) -> None:
         linear = self._plain(node, nn.Linear)

@@ -332,9 +332,17 @@ def to_remember(tuner: Tuner) -> dict[str, bytes]:
 
 
 def _own_kernels() -> list[JITFunction]:
-    from penstock.kernels import conv, depthwise, int8_triton, pointwise, residual_norm, squeeze
+    from penstock.kernels import (
+        conv,
+        depthwise,
+        group_norm,
+        int8_triton,
+        pointwise,
+        residual_norm,
+        squeeze,
+    )
 
-    files = conv, depthwise, int8_triton, pointwise, residual_norm, squeeze
+    files = conv, depthwise, group_norm, int8_triton, pointwise, residual_norm, squeeze
     return [function for file in files for function in file.FUNCTIONS]
 
 

@@ -1,5 +1,5 @@
 """Layers of transformers, each run by the fastest implementation for its sizes: linear layers with
-what follows them, layer norm with the addition before it, and attention.
+what follows them, layer norm with the addition before it, gated linear units, and attention.
 
 A linear layer is a convolution with a window of one pixel, so it has the same kernels: a GEMM of
 cuBLAS with a pass for what it cannot do itself (the exact GELU), or our own kernel with everything
@@ -182,6 +182,44 @@ class ResidualNorm(TunedLayer):
         norm = self.norm
         both = residual_norm.layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
         return both[1] if residual is None else both
+
+
+class GatedProduct(TunedLayer):
+    """What follows the product of a gated linear unit (GEGLU, SwiGLU): one half of it times an
+    activation of the other. `is_first`: the activation is that of the first half."""
+
+    def __init__(
+        self, axis: int, activation: Activation, is_first: bool, tuner: Tuner | None
+    ) -> None:
+        super().__init__(tuner)
+        self.axis, self.activation, self.is_first = axis, activation, is_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_last = self.axis in (-1, x.ndim - 1) and x.shape[-1] % 2 == 0
+        if not is_last or torch.compiler.is_compiling():
+            return self._plain(x, None)
+        return self.chosen.run(x, None, self._plain)
+
+    def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
+        sizes, dtype = "x".join(map(str, x.shape)), str(x.dtype).removeprefix("torch.")
+        return f"halves {sizes} {dtype} {'first' if self.is_first else 'second'} {self.activation}"
+
+    def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
+        found: dict[str, Run] = {REFERENCE: self._plain}
+        if has_triton() and x.dtype in TOLERANCE and 0 < x.numel() <= MAX_OFFSET:
+            found["triton"] = self._by_kernel
+        return found
+
+    def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        one, other = x.chunk(2, self.axis)
+        if self.is_first:
+            return self.activation(one) * other
+        return one * self.activation(other)
+
+    def _by_kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        from penstock.kernels import pointwise
+
+        return pointwise.multiply_halves(x, self.activation, self.is_first)
 
 
 class Attention(TunedLayer):

@@ -1,7 +1,7 @@
 """What follows a product, in one pass over memory: bias, addition of a tensor and activation.
 
 Kernels that compute the product themselves call `finished` before they write; `finish` is the pass
-over the result of a library.
+over the result of a library. `multiply_halves` is that of gated linear units.
 
 With TRITON_INTERPRET=1 in the environment, before this file is imported, all of it runs on a CPU.
 """
@@ -106,7 +106,25 @@ def _finish(
     tl.store(y + at, total.to(y.dtype.element_ty), mask=is_inside)
 
 
-FUNCTIONS = (_finish,)
+@triton.jit
+def _multiply_halves(
+    x, y, num_elements, WIDTH: tl.constexpr, IS_FIRST: tl.constexpr, KIND: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    is_inside = at < num_elements
+    first = x + at + at // WIDTH * WIDTH
+    one = tl.load(first, mask=is_inside, other=0.0).to(tl.float32)
+    other = tl.load(first + WIDTH, mask=is_inside, other=0.0).to(tl.float32)
+    if IS_FIRST:
+        one = activate(one, KIND, A, B)
+    else:
+        other = activate(other, KIND, A, B)
+    value = one * other
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=is_inside)
+
+
+FUNCTIONS = (_finish, _multiply_halves)
 
 
 def finish(x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -120,6 +138,19 @@ def finish(x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
         channels, *epilogue.constants, ELEMENTS, num_warps=NUM_WARPS,
     )  # fmt: skip
     return x
+
+
+def multiply_halves(x: torch.Tensor, activation: Activation, is_first: bool) -> torch.Tensor:
+    """Split the last dimension in two, apply the activation to the first half or to the second, and
+    multiply both."""
+    x = x.contiguous()
+    width = x.shape[-1] // 2
+    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    launch(
+        _multiply_halves, (triton.cdiv(y.numel(), ELEMENTS),),
+        x, y, y.numel(), width, is_first, *activation, ELEMENTS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return y
 
 
 @contextlib.contextmanager

@@ -92,6 +92,111 @@ def test_networks_of_the_benchmarks_tiny(name):
     network = models.NETWORKS[name]
     found = check(getattr(models, network.tiny)(), network.tiny_shape, torch.float16, batch=4)
     assert found.facts()["fusion"].partition(" ")[0].isdigit()
+    if name == "diffusion UNet":
+        kinds = [type(layer).__name__ for layer in found.layers]
+        assert kinds.count("ImageNorm") == 9 and kinds.count("Attention") == 4
+        left = {type(each).__name__ for each in found.module.modules()}
+        assert not left & {"GroupNorm", "SiLU", "Conv2d", "Linear"}
+
+
+class UnetBlock(torch.nn.Module):
+    """A block as diffusion models have them, with a time embedding, attention to other tokens and a
+    gated linear unit."""
+
+    def __init__(self, channels: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        norms = (torch.nn.GroupNorm(32, channels) for _ in range(3))
+        convs = (torch.nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.norms, self.convs = torch.nn.ModuleList(norms), torch.nn.ModuleList(convs)
+        self.time, self.tokens = (torch.nn.Linear(channels, channels) for _ in range(2))
+        self.into, self.out = (torch.nn.Conv2d(channels, channels, 1) for _ in range(2))
+        self.query, self.key, self.value = (torch.nn.Linear(channels, channels) for _ in range(3))
+        self.inner = torch.nn.Linear(channels, 8 * channels)
+        self.outer = torch.nn.Linear(4 * channels, channels)
+        self.norm = torch.nn.LayerNorm(channels)
+
+    def forward(self, x):
+        silu, mean = torch.nn.functional.silu, x.mean((2, 3))
+        y = self.convs[0](silu(self.norms[0](x))) + self.time(silu(mean))[:, :, None, None]
+        x = x + self.convs[1](silu(self.norms[1](y)))
+        tokens = self.into(self.norms[2](x)).flatten(2).transpose(1, 2)
+        other = self.tokens(mean)[:, None, :].expand(-1, 7, -1)
+        heads = [
+            each.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for each in (self.query(tokens), self.key(other), self.value(other))
+        ]
+        mixed = torch.nn.functional.scaled_dot_product_attention(*heads)
+        tokens = tokens + mixed.transpose(1, 2).flatten(2)
+        value, gate = self.inner(self.norm(tokens)).chunk(2, dim=-1)
+        tokens = tokens + self.outer(value * torch.nn.functional.gelu(gate))
+        return x + self.out(tokens.transpose(1, 2).unflatten(2, (16, 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_a_block_of_a_diffusion_unet(dtype):
+    torch.manual_seed(0)
+    found = check(UnetBlock(320, 5).eval(), (320, 16, 16), dtype)
+    nodes = [node for node in found.module.graph.nodes if node.op == "call_module"]
+    layers = {node.name: found.module.get_submodule(node.target) for node in nodes}
+    norms = [node for node in nodes if type(layers[node.name]).__name__ == "ImageNorm"]
+    # The second has the time embedding.
+    assert [len(node.args) for node in norms] == [1, 2, 1]
+    kinds = [type(layer).__name__ for layer in layers.values()]
+    assert kinds.count("GatedProduct") == kinds.count("Attention") == 1
+    assert kinds.count("Convolution") == 4 and kinds.count("ResidualNorm") == 1
+
+
+# Batch, channels, groups, height and width.
+GROUP_NORMS = [
+    (2, 320, 32, 64, 64), (2, 960, 32, 32, 32), (16, 1280, 32, 8, 8), (1, 128, 32, 512, 512),
+    (3, 30, 5, 17, 23), (2, 48, 1, 33, 31), (2, 7, 7, 1, 1), (1, 2048, 1, 5, 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", GROUP_NORMS, ids=str)
+@torch.inference_mode()
+def test_every_kernel_for_group_norm_is_right(sizes, dtype):
+    image_norm = pytest.importorskip("penstock.kernels.image_norm")
+    silu = pytest.importorskip("penstock.kernels.activation").SILU
+    batch, channels, num_groups, height, width = sizes
+    torch.manual_seed(0)
+    weight, bias = (
+        torch.nn.Parameter(torch.randn(channels).to("cuda", dtype), requires_grad=False)
+        for _ in range(2)
+    )
+    x = (torch.randn(batch, channels, height, width, device="cuda") * 3 + 5).to(dtype)
+    last = x.contiguous(memory_format=torch.channels_last)
+    added = torch.randn(batch, channels, 1, 1, device="cuda").to(dtype)
+    layer = image_norm.ImageNorm(num_groups, weight, bias, 1e-5, silu, None)
+    for images in (x, last):
+        for time in (None, added):
+            total = images.double() if time is None else images.double() + time.double()
+            wanted = torch.nn.functional.group_norm(
+                total, num_groups, weight.double(), bias.double(), 1e-5
+            )
+            runs = layer.implementations(images, time)
+            assert "triton in parts" in runs and ("triton whole" in runs) == (height < 512)
+            for name, run in runs.items():
+                found = run(images, time)
+                limit = 1e-5 if dtype == torch.float32 else convolution.TOLERANCE[dtype]
+                convolution.check_close(found, silu(wanted), limit)
+                assert torch.equal(found, run(images, time)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [2560, 26, 1])
+@torch.inference_mode()
+def test_the_kernel_for_gated_products_is_right(width, dtype):
+    fused_linear = pytest.importorskip("penstock.kernels.fused_linear")
+    gelu = pytest.importorskip("penstock.kernels.activation").GELU
+    x = torch.randn(3, 1000, 2 * width, device="cuda").to(dtype)
+    for is_first in (False, True):
+        layer = fused_linear.GatedProduct(-1, gelu, is_first, None)
+        runs = layer.implementations(x, None)
+        assert set(runs) == {"torch", "triton"}
+        convolution.check_close(runs["triton"](x, None), runs["torch"](x, None), 1e-3)
 
 
 DEPTHWISE = [(3, 1), (3, 2), (5, 1), (5, 2), (7, 1)]

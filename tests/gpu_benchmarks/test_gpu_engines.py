@@ -37,6 +37,8 @@ def test_every_network_is_fused_and_answers_as_before(tmp_path: Path) -> None:
     fused = {row["network"]: row["fused"] for row in found["rows"]}
     assert fused["ViT-B/16"].startswith("1 convolutions, 9 linear layers, 5 norms, 2 attentions")
     assert fused["EfficientNet-B0"].startswith("16 convolutions, 1 linear layers:")
+    unet = "14 convolutions, 16 linear layers, 17 norms, 4 attentions:"
+    assert fused["diffusion UNet"].startswith(unet)
     assert "| ViT-B/16 | 2 |" in ran.stdout
 
 

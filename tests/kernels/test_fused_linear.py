@@ -124,6 +124,30 @@ def test_a_sum_that_is_wrong_is_not_chosen():
     assert list(tuner.choices.values()) == ["torch"] and len(tuner.problems) == 2
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+@torch.inference_mode()
+def test_gated_products(is_first):
+    tuner = a_tuner()
+    layer = fused_linear.GatedProduct(-1, activation.GELU, is_first, tuner)
+    x = drawn(2, 5, 24)
+    one, other = x.chunk(2, -1)
+    wanted = functional.gelu(one) * other if is_first else one * functional.gelu(other)
+    torch.testing.assert_close(layer(x), wanted)
+    tuner.tune()
+    torch.testing.assert_close(layer(x), wanted, atol=1e-5, rtol=1e-5)
+    names = [name for _, name in layer.chosen.names()]
+    assert names == ["triton" if HAS_TRITON else "torch"] and not tuner.problems
+    assert list(tuner.choices) == [
+        f"halves 2x5x24 float32 {'first' if is_first else 'second'} gelu"
+    ]
+    # Halves along another axis are torch's.
+    rows = fused_linear.GatedProduct(0, activation.SILU, False, tuner)
+    one, other = x.chunk(2, 0)
+    torch.testing.assert_close(rows(x), one * functional.silu(other))
+    tuner.tune()
+    assert tuner.num_tuned == 1
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @torch.inference_mode()
 def test_attention_of_three_tensors_is_chosen_too(is_causal):

@@ -59,3 +59,23 @@ def test_images_with_bias_and_residual_in_both_orders(dtype, adds_last, has_bias
     assert found.dtype == dtype and found.data_ptr() == x.data_ptr()
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("shape", [(3, 7, 10), (5, 2), (2, 300, 26), (1, 4096)])
+def test_halves_are_multiplied(shape, is_first, dtype):
+    x, act = drawn(*shape, dtype=dtype), activation.GELU
+    one, other = x.double().chunk(2, -1)
+    wanted = act(one) * other if is_first else one * act(other)
+    found = pointwise.multiply_halves(x, act, is_first)
+    assert found.dtype == dtype and found.shape == wanted.shape
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_halves_in_any_order_of_memory():
+    x = drawn(6, 4, 3).transpose(1, 2)
+    one, other = x.chunk(2, -1)
+    found = pointwise.multiply_halves(x, activation.SILU, False)
+    torch.testing.assert_close(found, one * activation.SILU(other), atol=1e-5, rtol=1e-5)
