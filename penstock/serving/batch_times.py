@@ -34,6 +34,11 @@ STALE_AFTER_S = 30.0
 # The default limit: the larger of this time and this number of the largest batches.
 MIN_WAIT_S = 1.0
 MAX_BATCHES = 10
+# A request is admitted if the predicted wait is at most this share of the time allowed. The rest
+# covers the running batch and batches that take longer than usual: a request that is refused after
+# queueing has cost its client the whole time.
+ADMITTED = 0.9
+ROUNDING = 1e-9
 # Batches are timed at most this often: in fixed mode nothing else needs T(b).
 LEARN_EVERY_S = 0.001
 # Time without an instance is added to the limit and taken back at this rate afterwards: at up to
@@ -255,6 +260,8 @@ class WaitLimit:
         self._extra_s = 0.0
         self._since = 0.0
         self._is_available = True
+        # Rows or tokens that may be ahead of a request; None: to be computed again.
+        self._room: float | None = None
         # When a batch last ended.
         self.ended_at = -math.inf
 
@@ -268,6 +275,7 @@ class WaitLimit:
     def seed(self, timings: Mapping[int, float]) -> None:
         """Seed T(b) with times from warm-up, in seconds by size."""
         self._times.seed_between(timings)
+        self._room = None
 
     def observe(self, size: int, started: float, now: float) -> None:
         """Note that a batch of this size was answered."""
@@ -275,6 +283,7 @@ class WaitLimit:
         if now >= self._learn_at:
             self._learn_at = now + LEARN_EVERY_S
             self._times.observe(size, now - started, now)
+            self._room = None
 
     def count_executors(self, num_ready: int, now: float) -> None:
         """Set how many batches can run at once from now on."""
@@ -283,6 +292,34 @@ class WaitLimit:
             self._extra_s, self._since = self.extra_s(now), now
             self._is_available = is_available
         self._num_executors = max(1, num_ready)
+        self._room = None
+
+    def has_room(self, size_ahead: int, num_ahead: int) -> bool:
+        """Return whether a new request surely waits no longer than it may, behind those ahead: as
+        long as T(b) stays the same, a comparison says so. Otherwise `predicted_s` decides."""
+        if self._room is None:
+            self._room = self._count_room()
+        return size_ahead <= self._room and size_ahead <= self._batch_size * num_ahead
+
+    def _count_room(self) -> float:
+        """Return how much may be ahead in batches of the usual size, without any extra time."""
+        limit_s = self._limit_s
+        each_s = self._times.mean_s(self._batch_size) / self._batch_size / self._num_executors
+        if limit_s == math.inf or each_s <= 0:
+            return math.inf
+        # A little less, because the prediction rounds otherwise.
+        return (1 - ROUNDING) * ADMITTED * (limit_s + self._delay_s) / each_s
+
+    @property
+    def _limit_s(self) -> float:
+        """The limit by itself; infinite as for `allowed_s`."""
+        if not self._is_available:
+            return math.inf
+        if self._max_wait_s is not None:
+            return self._max_wait_s
+        if not self._times.is_known:
+            return math.inf
+        return max(MIN_WAIT_S, MAX_BATCHES * self._times.mean_s(self._largest))
 
     def extra_s(self, now: float) -> float:
         """Return the extra time that requests get because no instance was running."""
@@ -294,14 +331,7 @@ class WaitLimit:
     def allowed_s(self, now: float) -> float:
         """Return how long requests may wait. Infinite without an instance, and with the default
         limit before the first batch was timed."""
-        if not self._is_available:
-            return math.inf
-        limit_s = self._max_wait_s
-        if limit_s is None:
-            if not self._times.is_known:
-                return math.inf
-            limit_s = max(MIN_WAIT_S, MAX_BATCHES * self._times.mean_s(self._largest))
-        return limit_s + self._delay_s + self.extra_s(now)
+        return self._limit_s + self._delay_s + self.extra_s(now)
 
     def predicted_s(self, size_ahead: int, num_ahead: int) -> float:
         """Return how long a new request waits for those ahead, of `size_ahead` together."""

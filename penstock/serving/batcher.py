@@ -15,14 +15,10 @@ from collections.abc import Mapping
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.serving.batch_times import WaitLimit
+from penstock.serving.batch_times import ADMITTED, WaitLimit
 from penstock.serving.lanes import Lane, Lanes
 from penstock.types import Request
 
-# A request is admitted if the predicted wait is at most this share of the time allowed. The rest
-# covers the running batch and batches that take longer than usual: a request that is refused after
-# queueing has cost its client the whole time.
-ADMITTED = 0.9
 # Checks for overdue requests within the time allowed.
 LOOKS = 16
 
@@ -150,6 +146,8 @@ class Batcher(Lanes):
     def _check_wait(self, request: Request, policy: QueuePolicy, now: float) -> None:
         """Refuse a request whose predicted wait is too long."""
         num_ahead, size_ahead = self._ahead(request.priority)
+        if self._wait.has_room(size_ahead, num_ahead):
+            return
         predicted_s = self._wait.predicted_s(size_ahead, num_ahead)
         allowed_s = self._wait.allowed_s(now)
         if predicted_s > ADMITTED * allowed_s and self._wait.applies(policy):

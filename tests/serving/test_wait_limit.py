@@ -1,11 +1,12 @@
 """How long requests may wait without an SLO, and what a restart adds to it."""
 
 import math
+import random
 
 import pytest
 
 from penstock.config import BatchPolicy, QueuePolicy
-from penstock.serving.batch_times import LEARN_EVERY_S, MIN_WAIT_S, WaitLimit
+from penstock.serving.batch_times import ADMITTED, LEARN_EVERY_S, MIN_WAIT_S, WaitLimit
 
 POLICY = BatchPolicy(max_batch_size=8, is_dynamic=True)
 
@@ -130,3 +131,28 @@ class TestOutage:
             after_s = share * drained_s
             backlog_s = load * outage_s - (1 - load) * after_s
             assert backlog_s <= limit.allowed_s(outage_s + after_s)
+
+
+def test_room_is_what_the_prediction_would_admit() -> None:
+    """Whatever happened before: never more, and of requests of the usual size not less."""
+    drawn = random.Random(3)
+    limit, now, num_room, num_without = make(0.5), 0.0, 0, 0
+    for _ in range(4000):
+        now += drawn.expovariate(200)
+        kind = drawn.randrange(6)
+        if kind == 0:
+            limit.observe(drawn.randint(1, 8), now - drawn.uniform(0.001, 0.2), now)
+        elif kind == 1:
+            limit.count_executors(drawn.randrange(4), now)
+        elif kind == 2 and not drawn.randrange(20):
+            limit.seed({1: drawn.uniform(0.001, 0.1), 8: drawn.uniform(0.001, 0.3)})
+        num_ahead = drawn.randrange(200)
+        size_ahead = num_ahead * drawn.choice((1, 1, 3, 9))
+        is_admitted = limit.predicted_s(size_ahead, num_ahead) <= ADMITTED * limit.allowed_s(now)
+        has_room = limit.has_room(size_ahead, num_ahead)
+        assert is_admitted or not has_room
+        if size_ahead <= 8 * num_ahead and limit.extra_s(now) == 0:
+            assert has_room is is_admitted
+        num_room += has_room
+        num_without += not is_admitted
+    assert num_room > 500 and num_without > 500
