@@ -197,7 +197,8 @@ def _may_be_kept(served: ServedMeasurement, factor: float, rate: float | None) -
 def _excess(served: ServedMeasurement) -> float:
     """Return the worst latency as a multiple of its limit, without pauses of the machine."""
     calm = [turn.p99_calm_s for turn in served.turns if turn.p99_calm_s is not None]
-    lowered = min(calm) / served.p99.value if calm and served.p99.value > 0 else 1.0
+    is_known = calm and 0 < served.p99.value < math.inf
+    lowered = min(calm) / served.p99.value if is_known else 1.0
     found = [
         each.measured.value / each.limit
         for each in served.verdicts

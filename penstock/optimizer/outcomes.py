@@ -106,8 +106,10 @@ def against(one: ServedMeasurement, chosen: ServedMeasurement) -> str:
 
 
 def _p99_text(served: ServedMeasurement) -> str:
-    """Format p99, which is unknown if the server answers next to nothing."""
+    """Format p99, which is infinite if too many requests fail, and unknown without any."""
     value = served.p99.value
+    if math.isinf(value):
+        return "infinite (too many requests failed)"
     return "unknown (too few answers)" if math.isnan(value) else f"{value * 1e3:.3g} ms"
 
 

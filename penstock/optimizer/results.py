@@ -91,6 +91,7 @@ class ServedMeasurement(msgspec.Struct):
     """Measurement through the real serving path, at the SLO's load."""
 
     load: str  # "200/s poisson"
+    # Failed requests count as infinitely slow.
     p50: Interval
     p99: Interval
     throughput: Interval

@@ -68,8 +68,8 @@ def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasureme
     num_inferences = sum(each.num_inferences for each in account.counters)
     return ServedMeasurement(
         load=pacer.label(load),
-        p50=spread(stats.percentile_interval(windows, "latency", 50), [t.p50_s for t in turns]),
-        p99=spread(stats.percentile_interval(windows, "latency", 99), [t.p99_s for t in turns]),
+        p50=spread(_percentile(windows, "latency", 50), [t.p50_s for t in turns]),
+        p99=spread(_percentile(windows, "latency", 99), [t.p99_s for t in turns]),
         throughput=spread(stats.throughput_interval(windows), [t.throughput for t in turns]),
         goodput=_goodput(windows, plan.slo),
         verdicts=_verdicts([each for each, _ in account.rounds], account.promised_bytes, plan),
@@ -87,21 +87,25 @@ def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasureme
 
 
 def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn:
-    latencies = stats.histogram(windows)
     is_waiting = conditions.is_generator_waiting
     calm = list(windows) if is_waiting else calm_windows(windows, plan.slo.latency_s)
     share = len(calm) / len(windows) if windows else 0.0
     return Turn(
-        p50_s=latencies.percentile(50),
-        p99_s=latencies.percentile(99),
+        p50_s=_percentile(windows, "latency", 50).value,
+        p99_s=_percentile(windows, "latency", 99).value,
         throughput=stats.throughput_interval(windows).value,
         goodput=_goodput(windows, plan.slo),
         is_kept=_is_kept(windows, plan),
         is_kept_calm=_is_kept(calm, plan) if share >= MIN_CALM else None,
-        p99_calm_s=stats.histogram(calm).percentile(99) if share >= MIN_CALM else None,
+        p99_calm_s=_percentile(calm, "latency", 99).value if share >= MIN_CALM else None,
         late_share=1 - share,
         conditions=conditions,
     )
+
+
+def _percentile(windows: Sequence[Window], metric: str, percent: float) -> Interval:
+    """Return a percentile as the SLO judges it: failed requests count as infinitely slow."""
+    return stats.percentile_interval(windows, metric, percent, with_failures=True)
 
 
 def _is_kept(windows: Sequence[Window], plan: Plan) -> bool:
@@ -126,8 +130,8 @@ def _streams(windows: Sequence[Window]) -> Streams | None:
     if not length_s or not any(window.num_output_tokens for window in windows):
         return None
     return Streams(
-        ttft=stats.percentile_interval(windows, "ttft", 99),
-        tpot=stats.percentile_interval(windows, "tpot", 99),
+        ttft=_percentile(windows, "ttft", 99),
+        tpot=_percentile(windows, "tpot", 99),
         prompt_tokens_per_s=sum(window.num_input_tokens for window in windows) / length_s,
         tokens_per_s=sum(window.num_output_tokens for window in windows) / length_s,
     )

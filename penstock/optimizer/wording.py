@@ -19,6 +19,9 @@ from penstock.profiling.results import NextStep
 
 # Losses from this number on mean that there is no bound.
 ANY_LOSS = 1e100
+# A percentile of the latency beyond which too many requests failed.
+INFINITE = "infinite"
+TOO_MANY_FAILED = "too many requests failed"
 # Metrics that are a share of the examples, shown as percent.
 SHARES = re.compile(r"top\d+|agreement|accuracy")
 # Passes that implement a profile's step, by its name.
@@ -139,6 +142,16 @@ def ratio(before: Interval | None, after: Interval | None) -> float | None:
         return None
     is_known = math.isfinite(before.value) and math.isfinite(after.value)
     return after.value / before.value if is_known and before.value > 0 < after.value else None
+
+
+def latency(seconds: float) -> str:
+    """Format `12.1 ms`; `infinite` if too many requests failed."""
+    return INFINITE if math.isinf(seconds) else units.duration(seconds)
+
+
+def latency_interval(found: Interval) -> str:
+    """Format `12.1 ms (11.8-12.6)`; `infinite` if too many requests failed."""
+    return INFINITE if math.isinf(found.value) else units.duration_interval(found)
 
 
 def term(found: TermVerdict) -> str:

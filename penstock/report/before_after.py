@@ -133,8 +133,9 @@ def _rate(measured: Interval | None, zero: str = "") -> FormattedValue:
 def _duration(measured: Interval | None) -> FormattedValue:
     if measured is None or math.isnan(measured.value):
         return UNKNOWN
-    scale = units.SECONDS[units.unit_of([measured.value])]
-    range_text = units.range_of(measured, scale) if math.isfinite(measured.value) else ""
+    if math.isinf(measured.value):
+        return FormattedValue(wording.INFINITE, wording.TOO_MANY_FAILED, measured=measured)
+    range_text = units.range_of(measured, units.SECONDS[units.unit_of([measured.value])])
     return FormattedValue(units.duration(measured.value), range_text, measured=measured)
 
 

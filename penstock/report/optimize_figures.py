@@ -75,7 +75,7 @@ class _Quantity:
 LATENCY = _Quantity(
     "p99, ms",
     lambda phase: phase.p99_s * 1e3,
-    lambda ms: units.duration(ms / 1e3),
+    lambda ms: wording.latency(ms / 1e3),
     True,
     lambda phase: phase.is_measured,
 )

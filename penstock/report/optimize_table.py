@@ -64,7 +64,7 @@ def _steps(optimization: Optimization) -> Table | None:
         table.add_row(
             Text(wording.short_label(phase.label)),
             units.UNKNOWN if math.isnan(phase.max_rate) else about + wording.rate(phase.max_rate),
-            ("≈ " if is_guess else "") + units.duration(phase.p99_s),
+            ("≈ " if is_guess else "") + wording.latency(phase.p99_s),
             units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
             about + units.number(cost) if cost is not None and cost < math.inf else units.UNKNOWN,
         )

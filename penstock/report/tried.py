@@ -47,7 +47,7 @@ def by_stage(optimization: Optimization) -> list[tuple[Stage, list[StepOutcome]]
             step=last if counts[last] == 1 else str(each.candidate),
             accuracy=wording.score(judged.metric, judged.candidate) if judged else units.UNKNOWN,
             rate=rate_text(each),
-            p99=units.UNKNOWN if served is None else units.duration(served.p99.value),
+            p99=units.UNKNOWN if served is None else wording.latency(served.p99.value),
             took=wording.span(each.seconds),
             is_chosen=each is chosen,
             gates=dict(_gates(each)),
@@ -145,8 +145,8 @@ def _served_text(served: ServedMeasurement) -> str:
     failed = f", {served.num_failed} failed" if served.num_failed else ""
     parts = [
         f"{units.count(served.num_requests, 'request')} at {served.load}{failed}",
-        f"p50 {units.duration_interval(served.p50)}",
-        f"p99 {units.duration_interval(served.p99)}",
+        f"p50 {wording.latency_interval(served.p50)}",
+        f"p99 {wording.latency_interval(served.p99)}",
     ]
     if not math.isnan(served.rows_per_batch):
         parts.append(f"{units.number(served.rows_per_batch)} rows a batch")

@@ -51,6 +51,10 @@ class TestServed:
         text = outcomes.against(served(0.0, 0.6), served(0.0, float("nan")))
         assert text == "p99 600 ms, the chosen one unknown (too few answers)"
 
+    def test_an_infinite_p99_is_said_in_words(self) -> None:
+        text = outcomes.against(served(0.0, 0.6), served(0.0, float("inf")))
+        assert text == "p99 600 ms, the chosen one infinite (too many requests failed)"
+
     def test_less_than_the_noise_is_equal(self) -> None:
         outcome, reason = settled(served(p99_s=0.0119), served())
         assert outcome == "equal"

@@ -113,3 +113,32 @@ def test_waiting_for_a_busy_server_is_no_pause_of_the_machine(num_waited, late_s
     (turn,) = served_figures.served_of(account, served.load_of(plan.slo), plan).turns
     # The window before the first late one goes with it.
     assert turn.late_share == pytest.approx(late_share + (0.125 if late_share else 0.0))
+
+
+def test_failed_requests_count_in_every_figure_as_in_the_verdict():
+    """Table and first line must not contradict each other."""
+    histogram = stats.DurationHistogram()
+    histogram.add(np.full(15, 0.002))
+    windows = [
+        stats.Window(
+            n / 4,
+            0.25,
+            num_due=20,
+            num_good=15,
+            failures={"503": 5},
+            metrics={"latency": histogram},
+        )
+        for n in range(8)
+    ]
+    generator = SimpleNamespace(num_waited=0)
+    level = SimpleNamespace(windows=windows, server=None, generator=generator)
+    endpoint = SimpleNamespace(conditions=Conditions(), memory_bytes=1, gpu_memory_bytes=())
+    account = served_figures.ServedAccount(a_config())
+    account.add(level, endpoint)
+    plan = a_plan("p99 < 50 ms at 80/s")
+    found = served_figures.served_of(account, served.load_of(plan.slo), plan)
+    (verdict,) = found.verdicts
+    assert verdict.outcome == "missed"
+    assert found.p99.value == verdict.measured.value == math.inf
+    assert found.turns[0].p99_s == math.inf
+    assert found.p50.value == pytest.approx(0.002, rel=0.05)

@@ -68,7 +68,7 @@ def test_ranges_that_overlap_show_no_difference() -> None:
 def test_what_is_infinite_is_said_in_words_and_compared_with_nothing() -> None:
     found = by_name(made.unknown_figures())
     assert str(found["highest rate"].before) == "none"
-    assert str(found["p99"].before) == "never"
+    assert str(found["p99"].before) == "infinite (too many requests failed)"
     assert str(found["cost per million"].before) == "without end"
     assert found["highest rate"].change == found["cost per million"].change == ""
 

@@ -81,7 +81,7 @@ def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> N
     assert [(limit.at, limit.text) for limit in drawn.limits] == [(20.0, "SLO: 20.0 ms")]
     found.phases[0].p99_s = math.inf
     drawn = figure("latency_steps", found)
-    assert drawn.notes[0].text == "never ↑"
+    assert drawn.notes[0].text == "infinite ↑"
     assert all(map(math.isfinite, bars("latency_steps", found).highs))
 
 

@@ -78,7 +78,7 @@ def test_what_the_gate_did_not_check_follows_the_verdict() -> None:
 
 def test_what_is_not_known_is_a_dash() -> None:
     rows = rows_of(made.unknown_figures())
-    assert ["original", "0/s", "never", "-", "-"] in rows
+    assert ["original", "0/s", "infinite", "-", "-"] in rows
     assert ["as", "served", "-", "26.8", "ms", "91.0", "%", "0.740"] in rows_of(
         made.served_otherwise()
     )
