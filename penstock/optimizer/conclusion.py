@@ -29,6 +29,8 @@ from penstock.optimizer.time_plan import CutOff, TimeBudget
 
 UNPROVEN = "was ahead in the search but was not proven"
 BEST_MEASURED = "the best version measured so far"
+# Smaller shares of values outside of the calibrated range are not worth a warning.
+MIN_CLIPPED = 1e-4
 INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the search"
 
 
@@ -325,7 +327,7 @@ class TensorConclusion(Conclusion):
 
     def _notes(self, choice: FinalChoice) -> Iterator[str]:
         for name, share in self._evaluator.data.clipped(choice.finalist.build).items():
-            if share > 0:
+            if share >= MIN_CLIPPED:
                 outside = "of held-out values lie outside of the calibrated range"
                 yield f"input '{name}': {share:.2%} {outside}"
         judged = [each.accuracy for each in self.findings.tries if each.accuracy is not None]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.candidates import Candidate, Skip
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.results import Optimization, Outcome, ServedMeasurement, Try, try_of
 from penstock.optimizer.shapes import alone_s
@@ -23,6 +23,7 @@ BUDGET_ENDED = "the time budget ended before every step was tried; raise --budge
 NO_PROOF = (
     "no time was left to measure original and choice in turns: figures are those of the search"
 )
+PART_OF_CHOICE = "part of the chosen one; when it was tried"
 CUT_OFF = "cut off by the time budget"
 INTERRUPTED = "interrupted before every step was tried; run the same command again to resume"
 
@@ -56,9 +57,15 @@ def mark_refused(tries: Sequence[Try], refused: Mapping[str, Judgement]) -> list
 def settle_served(
     tries: Sequence[Try], chosen: Candidate, proofs: Mapping[str, ServedMeasurement]
 ) -> None:
-    """Set for every served candidate how it compares with the chosen one. `proofs` are by key."""
+    """Set for every served candidate how it compares with the chosen one, and keep the steps that
+    led to it, even if another was predicted to be faster. `proofs` are by key."""
     own = try_of(tries, chosen.key)
     for each in tries:
+        if each.served is None and each.outcome in ("equal", "slower"):
+            steps = each.candidate.steps
+            if steps and steps == chosen.steps[: len(steps)]:
+                each.outcome, each.reason = "kept", f"{PART_OF_CHOICE}: {each.reason}"
+            continue
         if each.served is None or not each.candidate.steps or each.outcome == "rejected":
             continue
         if each.candidate == chosen:
@@ -161,18 +168,23 @@ def _measured_rate(attempt: Try | None) -> float | None:
     return attempt.served.max_rate.value
 
 
+def named_skips(found: Optimization) -> list[tuple[Skip, str]]:
+    """Return what was not tried, each with its name: the step, or the pass; `other settings of` a
+    pass of which a step was tried."""
+    tried = {step.pass_name for each in found.tries for step in each.candidate.steps}
+
+    def name(skip: Skip) -> str:
+        if skip.step is not None:
+            return str(skip.step)
+        is_tried = skip.pass_name in tried
+        return f"other settings of {skip.pass_name}" if is_tried else skip.pass_name
+
+    return [(each, name(each)) for each in found.skipped]
+
+
 def untried(found: Optimization, cut_by: str) -> list[str]:
     """Return the steps that were not tried because time ran out or the run was interrupted."""
-    tried = {step.pass_name for each in found.tries for step in each.candidate.steps[-1:]}
-    names = [
-        str(each.step)
-        if each.step is not None
-        else f"other settings of {each.pass_name}"
-        if each.pass_name in tried
-        else each.pass_name
-        for each in found.skipped
-        if each.cut_by == cut_by
-    ]
+    names = [each[1] for each in named_skips(found) if each[0].cut_by == cut_by]
     return list(dict.fromkeys(names))
 
 

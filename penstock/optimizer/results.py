@@ -17,9 +17,9 @@ from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.simulate import TimeTable
 from penstock.profiling.results import Profile, StepTime
 
-# kept: became the best so far; equal: no better than the best within the noise, and not simpler;
-# slower: measured, and behind; rejected: failed a gate; failed: could not be built or run; cut off:
-# the time budget ended before it was built or measured.
+# kept: became the best so far, or is part of the choice; equal: no better than the best within the
+# noise, and not simpler; slower: behind, as predicted or as measured; rejected: failed a gate;
+# failed: could not be built or run; cut off: the time budget ended before it was built or measured.
 Outcome = Literal["kept", "equal", "slower", "rejected", "failed", "cut off"]
 
 # Units of terms with a lower limit; all others have an upper limit.

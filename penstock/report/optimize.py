@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from penstock import units
-from penstock.optimizer import wording
+from penstock.optimizer import outcomes, wording
 from penstock.optimizer.results import Optimization, try_of
 from penstock.report import before_after, optimize_figures, optimize_table, reproduce, step_times
 from penstock.report.page import Card, Remark, drawn, render_fragment, rendered
@@ -79,7 +79,7 @@ def page(optimization: Optimization) -> str:
         "figures": drawn(plots, PLOTS),
         "has_predictions": any(not phase.is_rate_measured for phase in optimization.phases),
         "stages": by_stage(optimization),
-        "skipped": [(each, str(each.step or each.pass_name)) for each in optimization.skipped],
+        "skipped": outcomes.named_skips(optimization),
         "fallback": _fallback(optimization),
         "profile": optimization.profile,
         "profiled": "" if profiled is None else str(profiled.candidate),

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import units
-from penstock.optimizer import first_line, wording
+from penstock.optimizer import first_line, outcomes, wording
 from penstock.optimizer.results import Optimization
 from penstock.report import before_after, step_times, tried
 from penstock.report.tables import TERMINAL_STYLES, figure_table, terminal_table
@@ -94,7 +94,7 @@ def _tried(optimization: Optimization) -> Table | None:
 
 def _ends(optimization: Optimization) -> list[Text]:
     layers = dict.fromkeys(each.name for one in optimization.tries for each in one.fallback)
-    skipped = dict.fromkeys(str(each.step or each.pass_name) for each in optimization.skipped)
+    skipped = dict.fromkeys(name for _, name in outcomes.named_skips(optimization))
     known = {
         "kept in float": ", ".join(layers),
         "next": wording.next_step(optimization),

@@ -89,6 +89,7 @@ class MadeLab:
         self.proofs = proofs
         self.of_original = original
         self.proven: list[str] = []
+        self.clipped_shares: dict[str, float] = {}
 
     def prove(
         self, builds: Sequence[Build], left_s: float | None, attempt: int
@@ -112,7 +113,7 @@ class MadeLab:
         return self.judge(build, f"{part}, lossless", alpha)
 
     def clipped(self, build: Build) -> dict[str, float]:
-        return {}
+        return self.clipped_shares
 
 
 class MadeSearch:
@@ -180,6 +181,14 @@ def test_a_version_that_accepts_fewer_sizes_says_so() -> None:
         "the version accepts only 'image' 3x32x32: the 7 rows of the data all have this size, and "
         "the server refuses any other"
     )
+
+
+def test_a_share_that_would_be_shown_as_zero_is_no_warning() -> None:
+    lab = MadeLab({"first": 1.0})
+    lab.clipped_shares = {"a": 2e-5, "b": 2e-4}
+    found = concluded(lab, finalist("first", 1.0))
+    (note,) = [each for each in found.notes if "calibrated range" in each]
+    assert note == "input 'b': 0.02% of held-out values lie outside of the calibrated range"
 
 
 def test_another_that_kept_the_slo_is_proven_when_the_first_misses() -> None:

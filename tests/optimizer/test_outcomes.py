@@ -91,6 +91,15 @@ class TestServed:
         outcomes.settle_served([*tries, served_try(CHOSEN, served())], CHOSEN, {})
         assert [each.outcome for each in tries] == ["kept", "rejected"]
 
+    def test_a_step_of_the_chosen_one_is_no_loser(self) -> None:
+        """Its model was predicted behind another, which did worse when it was served."""
+        model = Try(made.QUANTISED, "quantise", "slower", "about 2,395/s predicted")
+        other = Try(made.FUSED.then(made.ENTROPY), "quantise", "slower", "about 2,000/s predicted")
+        outcomes.settle_served([model, other, served_try(CHOSEN, served())], CHOSEN, {})
+        assert (model.outcome, other.outcome) == ("kept", "slower")
+        reason = "part of the chosen one; when it was tried: about 2,395/s predicted"
+        assert model.reason == reason
+
 
 class TestRefused:
     def test_a_model_is_rejected_with_all_ways_to_serve_it(self) -> None:
@@ -168,6 +177,13 @@ class TestRun:
         cut = ["fp8", "other settings of int8-static", "dtype(dtype=int8)"]
         assert outcomes.untried(found, "time") == cut
         assert outcomes.untried(found, "interrupt") == ["other settings of half"]
+
+    def test_of_a_pass_that_was_tried_only_other_settings_were_not(self) -> None:
+        """Batching is not the last step of any candidate."""
+        found: Optimization = made.kept()
+        assert any(made.BATCHING in each.candidate.steps[:-1] for each in found.tries)
+        found.skipped = [Skip("batching", "no other setting is predicted to do more")]
+        assert [name for _, name in outcomes.named_skips(found)] == ["other settings of batching"]
 
     def test_notes_say_what_ended_the_search(self) -> None:
         assert outcomes.cut_notes(Findings()) == []

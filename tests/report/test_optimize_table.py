@@ -8,7 +8,7 @@ from optimizer import made_optimizations as made
 from rich.console import Console
 
 from penstock.optimizer import first_line
-from penstock.optimizer.candidates import Candidate, Step
+from penstock.optimizer.candidates import Candidate, Skip, Step
 from penstock.optimizer.results import Optimization
 from penstock.report.optimize_table import shown
 
@@ -66,6 +66,12 @@ def test_the_end_names_layers_version_and_the_next_step() -> None:
     assert "next  " not in text_of(made.kept())
     assert "not tried      torch-compile, half(datatype=FP16)" in text
     assert "version        models/reviews/1" in text
+
+
+def test_a_pass_of_the_chosen_one_was_tried() -> None:
+    found = made.kept()
+    found.skipped = [Skip("int8-static", "no other setting is predicted to do more")]
+    assert "not tried      other settings of int8-static" in text_of(found)
 
 
 def test_what_the_gate_did_not_check_follows_the_verdict() -> None:
