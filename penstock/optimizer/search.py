@@ -115,6 +115,8 @@ def _family(config: ModelConfig) -> tuple[str, bool]:
 # Headroom: to be enough, the predicted rate must be this many times the required rate. Fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
+# Seconds to ask the passes that had no time whether they had anything to try.
+MAX_ASKING_S = 1.0
 # Smallest time budget with room for a profile on a GPU, which measures the device first.
 PROFILE_BUDGET_S = 900.0
 
@@ -291,12 +293,19 @@ class Search:
 
     def _note_left(self, reason: str, cut_by: Literal["time", "interrupt"]) -> None:
         """Note the passes that did not run, or not to the end."""
-        self.findings.skipped += [
-            Skip(each.name, reason, cut_by=cut_by)
-            for each in self._passes
-            if each.stage in MODEL_STAGES and each.name not in self._asked
-            if self._is_on_gpu or not each.is_for_gpus
-        ]
+        began = self.budget.clock()
+        for each in self._passes:
+            if each.stage not in MODEL_STAGES or each.name in self._asked:
+                continue
+            if each.is_for_gpus and not self._is_on_gpu:
+                continue
+            skips = [Skip(each.name, reason, cut_by=cut_by)]
+            # An interruption ends at once.
+            if cut_by == "time" and self.budget.clock() - began < MAX_ASKING_S:
+                proposed, others = self._proposals.propose(each)
+                # With more time, too, there would be nothing to try.
+                skips = skips if proposed else others or skips
+            self.findings.skipped += skips
 
     def _note_no_step(self) -> None:
         """If not even one step had time, say so and suggest a sufficient budget."""

@@ -648,6 +648,21 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
     assert len(search.findings.finalists) > 1
 
 
+def test_out_of_time_what_can_never_apply_is_skipped_with_its_own_reason() -> None:
+    slow, never = (
+        MadePass("slow", "precision"),
+        Choosy("never", "quantise", refused=("original", "faster", "slow")),
+    )
+    rows = {"original": 20.0, "faster": 8.0, "slow": 7.0}
+    lab, run = searched(rows, FASTER, slow, LOSSY, never, budget_s=100.0)
+    lab.try_s = 30.0
+    search = run()
+    assert search.findings.is_out_of_time
+    found = [(each.pass_name, each.reason, each.cut_by) for each in search.findings.skipped]
+    assert ("never", "not for this", "") in found
+    assert [name for name, _, cut_by in found if cut_by == "time"] == ["lossy"]
+
+
 def test_out_of_time_a_variant_that_has_passed_is_timed_and_served() -> None:
     variants = MadeLayers("int8", "quantise", ("a", "b", "c"), changes_answers=True)
     names = [f"int8(s={each})" for each in "abc"]
