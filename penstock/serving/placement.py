@@ -17,10 +17,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.system.devices import Gpu
 
-NO_GPU = (
-    "no NVIDIA GPU is seen here (by the driver's libnvidia-ml.so.1, and CUDA_VISIBLE_DEVICES); "
-    "KIND_CPU runs it on the CPU"
-)
+NO_GPU = "no NVIDIA GPU is seen here (by the driver's libnvidia-ml.so.1, and CUDA_VISIBLE_DEVICES)"
 # Models named per GPU that is too small.
 MAX_NAMED = 5
 
@@ -33,7 +30,9 @@ def place(config: ModelConfig, gpus: Sequence[Gpu]) -> ModelConfig:
         return config
     known = {gpu.device for gpu in gpus}
     asked = [device for device in dict.fromkeys(config.devices) if device != CPU]
-    problems = [] if gpus else [f"instance_group: {_asks(asked)}, and {NO_GPU}"]
+    is_plan = config.backend == "tensorrt"
+    advice = "a TensorRT plan needs one" if is_plan else "KIND_CPU runs it on the CPU"
+    problems = [] if gpus else [f"instance_group: {_asks(asked)}, and {NO_GPU}; {advice}"]
     if gpus:
         problems += [
             f"instance_group: {_asks([device])}, and there {_those_there(gpus)}"

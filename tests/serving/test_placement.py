@@ -1,6 +1,7 @@
 """Groups and the GPUs there are give one device for each instance, or say why not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from doubles import FakeGpus
@@ -82,6 +83,16 @@ def test_without_any_gpu_that_is_said():
     assert problem.startswith("instance_group: asks for KIND_GPU, and no NVIDIA GPU is seen here")
     [problem] = problems("cuda:0", "cuda:1", num_gpus=0)
     assert problem.startswith("instance_group: asks for GPU 0, 1, and no NVIDIA GPU is seen here")
+
+
+@pytest.mark.parametrize(
+    ("backend", "advice"),
+    [("tensorrt", "a TensorRT plan needs one"), ("pytorch", "KIND_CPU runs it on the CPU")],
+)
+def test_only_what_can_run_on_the_cpu_is_advised_to(backend: str, advice: str):
+    with pytest.raises(ConfigError) as caught:
+        place(replace(CONFIG, backend=backend).on(["cuda"]), [])
+    assert caught.value.problems[0].endswith(f"; {advice}")
 
 
 def test_there_may_be_too_many_in_the_end():
