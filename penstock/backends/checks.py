@@ -36,16 +36,6 @@ def check_signature(
         raise ConfigError(problems)
 
 
-def warn_unknown(config: ModelConfig, known: Sequence[str]) -> None:
-    """Warn about options without effect instead of refusing them: configurations written for Triton
-    have some that only Triton knows. A known name that ends in a dot is a prefix."""
-    prefixes = tuple(name for name in known if name.endswith("."))
-    for key in config.options:
-        if key not in known and not key.startswith((*prefixes, "penstock.")):
-            text = "parameters.%s: backend '%s' does not know it, so it has no effect; it knows %s"
-            log.warning(text, key, config.backend, ", ".join(known))
-
-
 def warn_without_effect(key: str, why: str) -> None:
     log.warning("parameters.%s: has no effect; %s", key, why)
 

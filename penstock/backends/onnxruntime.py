@@ -26,11 +26,9 @@ from penstock.backends.checks import (
     log,
     num_threads,
     share_of_cores,
-    warn_unknown,
 )
 from penstock.backends.finished import Finished
 from penstock.backends.onnxruntime_providers import (
-    TRITON_OPTIONS,
     Providers,
     given_options,
     gpu_providers,
@@ -47,12 +45,6 @@ GRAPH_LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-_OPTIONS = (
-    "intra_op_thread_count inter_op_thread_count execution_mode graph_level enable_mem_arena "
-    "enable_mem_pattern providers provider_options. session. optimization."
-)
-OPTIONS = tuple(_OPTIONS.split())
-OPTIONS_ON_GPUS = (*OPTIONS, *TRITON_OPTIONS)
 EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMode.ORT_PARALLEL}
 # The library's names of element types, where they are not numpy's.
 OTHER_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}
@@ -79,7 +71,6 @@ class OnnxRunner(Runner):
         # Why the model does not run on a GPU, though it might have.
         self._fallback = fallback
         problems: list[str] = []
-        warn_unknown(config, OPTIONS)
         options = session_options(config, problems)
         providers = providers_of(config, problems)
         if problems:

@@ -17,11 +17,10 @@ import onnxruntime as ort
 import torch
 
 from penstock.backends import GPU_MEMORY, Batch, Execution, Runner, onnxruntime_install
-from penstock.backends.checks import check_signature, log, warn_unknown
+from penstock.backends.checks import check_signature, log
 from penstock.backends.gpu_memory import tells_of_no_memory
 from penstock.backends.onnxruntime import (
     ONNX_BFLOAT16,
-    OPTIONS_ON_GPUS,
     open_session,
     providers_of,
     read_settings,
@@ -301,7 +300,6 @@ def memory_used(device: str) -> int:
 
 
 def load(config: ModelConfig) -> OnnxCudaRunner:
-    warn_unknown(config, OPTIONS_ON_GPUS)
     _check_install(config)
     problems: list[str] = []
     options = session_options(config, problems)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock.config import EACH_GPU, ModelConfig
 from penstock.repository.accelerators import CUDA_PROVIDER, GPU_PROVIDERS, TENSORRT_PROVIDER
+from penstock.repository.parameters import CUDA_PROVIDER_KEYS
 
 Providers = list[tuple[str, dict[str, str]]]
 # Triton's parameters of the CUDA provider, and the names of their values by number.
@@ -20,7 +21,6 @@ NUMBERED: Mapping[str, tuple[str, ...]] = {
     "cudnn_conv_algo_search": ("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
     "arena_extend_strategy": ("kNextPowerOfTwo", "kSameAsRequested"),
 }
-TRITON_OPTIONS = (*NUMBERED, "gpu_mem_limit", "do_copy_in_default_stream")
 # Whether FP32 products are rounded to TF32. The library's default is that they are.
 TF32 = {"fp32": "0", "tf32": "1"}
 # Endings of what TensorRT writes to its cache: engines, their shape ranges, kernel timings.
@@ -99,7 +99,7 @@ def _cuda_options(config: ModelConfig, problems: list[str]) -> dict[str, str]:
         options["use_tf32"] = TF32[given["penstock.dtype"]]
     if has_graphs(config):
         options["enable_cuda_graph"] = "1"
-    for key in TRITON_OPTIONS:
+    for key in CUDA_PROVIDER_KEYS:
         if (text := given.get(key)) is None:
             continue
         known = NUMBERED.get(key, ())

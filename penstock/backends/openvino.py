@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.backends import Batch, Execution, Runner
-from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
+from penstock.backends.checks import check_signature, num_threads, share_of_cores
 from penstock.backends.finished import Finished
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
@@ -104,8 +104,6 @@ class OpenVinoRunner(Runner):
 
 
 def load(config: ModelConfig) -> OpenVinoRunner:
-    known = [key for key in config.options if key.lower() in PROPERTIES]
-    warn_unknown(config, (*PROPERTIES, *known, "ov."))
     return OpenVinoRunner(config)
 
 

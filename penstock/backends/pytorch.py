@@ -41,7 +41,6 @@ from penstock.backends.checks import (
     num_threads,
     read_code,
     share_of_cores,
-    warn_unknown,
     warn_without_effect,
 )
 from penstock.backends.finished import Finished
@@ -465,7 +464,6 @@ def _first_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def load(config: ModelConfig) -> TorchRunner:
-    warn_unknown(config, ("intra_op_thread_count", "inter_op_thread_count"))
     options = _options(config)
     if options.stream_priority == "low":
         # Before the first call of CUDA: MPS reads it when a process becomes its client.

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from penstock.backends import GPU_MEMORY
-from penstock.backends.checks import check_signature, log, warn_unknown
+from penstock.backends.checks import check_signature, log
 from penstock.backends.pytorch import TORCH_TYPES, LoadedModule, Options, TorchRunner
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
@@ -238,7 +238,6 @@ class TensorRtRunner(TorchRunner):
 
 
 def load(config: ModelConfig) -> TensorRtRunner:
-    warn_unknown(config, ("penstock.cuda_graphs",))
     options = _options(config)
     plan = load_plan(Path(config.artifact), config.device, config.label)
     check_signature(config, plan.signature.inputs, plan.signature.outputs)

@@ -24,6 +24,7 @@ from penstock.config import (
     HEADS,
     IMAGE,
     LLM,
+    ONNX_RUNTIME,
     SLO_OFF,
     STAGES,
     BatchPolicy,
@@ -152,6 +153,32 @@ PARAMETERS = (
     *_texts(LLM, "llm.md", _OF_LLM),
 )
 _NUMBERS = tuple(parameter for parameter in PARAMETERS if parameter.field)
+# Keys without `penstock.` that engines know, and prefixes of keys, which end in a dot. Engines that
+# are not here check their keys themselves, or give them to the model.
+_THREADS = ("intra_op_thread_count", "inter_op_thread_count")
+_OF_ONNX_RUNTIME = (
+    "execution_mode graph_level enable_mem_arena enable_mem_pattern providers provider_options. "
+    "session. optimization."
+)
+LIBRARY_KEYS: Mapping[str, tuple[str, ...]] = {
+    ONNX_RUNTIME: (*_THREADS, *_OF_ONNX_RUNTIME.split()),
+    "pytorch": _THREADS,
+    "openvino": (
+        "inference_num_threads",
+        "num_streams",
+        "performance_hint",
+        "inference_precision",
+        "ov.",
+    ),
+    "tensorrt": (),
+}
+# Triton's parameters of ONNX Runtime's CUDA provider.
+CUDA_PROVIDER_KEYS = (
+    "cudnn_conv_algo_search",
+    "arena_extend_strategy",
+    "gpu_mem_limit",
+    "do_copy_in_default_stream",
+)
 Problem = Callable[[str, str], None]
 _DEFAULTS = ModelConfig("", "", "", "", (), (), 0, BatchPolicy(1))
 
@@ -165,6 +192,34 @@ def options_of(given: Mapping[str, str]) -> dict[str, str]:
     """Return the parameters that become no fields: those that the backend interprets."""
     fields = by_key("")
     return {key: text for key, text in given.items() if key not in fields}
+
+
+def unknown_options(config: ModelConfig) -> list[str]:
+    """Return a warning for each key that the engine does not know. They are not refused, because
+    configurations written for Triton have some that only Triton knows."""
+    engine = config.engine
+    if engine not in LIBRARY_KEYS:
+        return []
+    known = LIBRARY_KEYS[engine]
+    if config.is_gpu_optional and config.backend != engine:
+        # Without a GPU, the backend itself runs the model.
+        known = tuple(dict.fromkeys((*known, *LIBRARY_KEYS[config.backend])))
+    if engine == ONNX_RUNTIME and config.uses_gpu:
+        known += CUDA_PROVIDER_KEYS
+    listed = ", ".join(known) or ", ".join(k.key for k in PARAMETERS if k.backend == engine)
+    prefixes = tuple(name for name in known if name.endswith("."))
+    # Those of providers are reported with the engine that replaces them.
+    others = ("provider",) if config.backend != engine else ()
+    why = f"backend '{engine}' does not know it, so it has no effect; it knows {listed}"
+    return [
+        f"parameters.{key}: {why}"
+        for key in sorted(config.options)
+        if _folded(key, engine) not in known and not key.startswith((*prefixes, PREFIX, *others))
+    ]
+
+
+def _folded(key: str, engine: str) -> str:
+    return key.lower() if engine == "openvino" else key
 
 
 def with_numbers(config: ModelConfig, values: Mapping[str, float]) -> ModelConfig:

@@ -403,10 +403,9 @@ class _Resolver:
         )
         if self._problems:
             raise ConfigError(self._problems)
-        config = config.on(placed)
+        config = replace(config.on(placed), is_gpu_optional=is_optional)
         return replace(
             config,
-            is_gpu_optional=is_optional,
             metric_tags=dict(message.metric_tags),
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
@@ -726,7 +725,8 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         why = f"parameters.{IMAGE_SETTINGS} decides, so preprocessor_config.json is not read"
         found.append((f"parameters.{parameters.PREPROCESS}", why))
     found += _without_engine(config, message)
-    return [f"{path}: has no effect; {why}" for path, why in found]
+    warnings = [f"{path}: has no effect; {why}" for path, why in found]
+    return [*warnings, *parameters.unknown_options(config)]
 
 
 def _without_engine(config: ModelConfig, message: Proto) -> list[tuple[str, str]]:
@@ -745,8 +745,14 @@ def _without_engine(config: ModelConfig, message: Proto) -> list[tuple[str, str]
     if GPU_ENGINE in config.options and not config.uses_gpu:
         found.append((f"parameters.{GPU_ENGINE}", "no instance is on a GPU"))
     if config.backend == ONNX_RUNTIME and config.engine != ONNX_RUNTIME:
-        given = [key for key in config.options if key.startswith("provider")]
-        found += [(f"parameters.{key}", f"parameters.{GPU_ENGINE} decides") for key in given]
+        # Accelerators become options of providers.
+        given = [
+            f"parameters.{key}" if key in message.parameters else accelerators.PATH
+            for key in sorted(config.options)
+            if key.startswith("provider")
+        ]
+        decides = f"parameters.{GPU_ENGINE} decides"
+        found += [(path, decides) for path in dict.fromkeys(given)]
     return found
 
 

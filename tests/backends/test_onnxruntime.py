@@ -455,12 +455,3 @@ def test_telemetry_is_off_before_the_library_is_imported(inherited: str | None) 
     command = [sys.executable, "-c", SPY]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert output.stdout == "telemetry disabled: 1\n"
-
-
-def test_an_option_without_effect_is_told(identity: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"intra_op_thread_cnt": "2", "session.disable_prepacking": "1", "penstock.x": ""}
-    backend("onnxruntime")(onnx_config(identity, *echo_specs("FP32", (3,)), **options))
-    [record] = caplog.records
-    text = record.getMessage()
-    assert "parameters.intra_op_thread_cnt: backend 'onnxruntime' does not know it" in text
-    assert "intra_op_thread_count" in text

@@ -70,6 +70,17 @@ def test_tensorrt_becomes_options_of_its_provider_with_cuda_behind_it(tmp_path: 
     assert (config.engine, config.device, config.warnings) == ("onnxruntime", "cuda", ())
 
 
+def test_without_effect_the_field_of_the_file_is_named(tmp_path: Path) -> None:
+    own_engine = parameter("penstock.gpu_engine", "penstock")
+    config = resolve(BASE + ON_GPUS + CUDA + own_engine, tmp_path)
+    why = "has no effect; parameters.penstock.gpu_engine decides"
+    assert config.warnings == (f"optimization.execution_accelerators: {why}",)
+    given = parameter("providers", "CUDAExecutionProvider")
+    assert resolve(BASE + ON_GPUS + given + own_engine, tmp_path).warnings == (
+        f"parameters.providers: {why}",
+    )
+
+
 def test_parameters_of_cuda_are_those_of_the_provider(tmp_path: Path) -> None:
     config = resolve(BASE + ON_GPUS + CUDA, tmp_path)
     assert config.options == {
@@ -101,7 +112,9 @@ def test_parameters_override_accelerators(tmp_path: Path) -> None:
     )
     assert own.engine == "pytorch"
     assert any(
-        warning.startswith("parameters.providers: has no effect; parameters.penstock.gpu_engine")
+        warning.startswith(
+            "optimization.execution_accelerators: has no effect; parameters.penstock"
+        )
         for warning in own.warnings
     )
 

@@ -386,6 +386,37 @@ def test_pytorch_takes_an_onnx_file_by_its_name(tmp_path: Path) -> None:
     assert [spec.shape for spec in (*config.inputs, *config.outputs)] == [(4,), (4,)]
 
 
+NOT_OF_PYTORCH = ["execution_mode", "gpu_mem_limit", "session.x"]
+KIND = "instance_group [{ kind: KIND_%s }]"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "unknown"),
+    [
+        ("model.onnx", 'backend: "onnxruntime" ' + KIND % "CPU", ["FOO", "gpu_mem_limit"]),
+        ("model.onnx", ON_A_GPU + KIND % "GPU", ["FOO", *NOT_OF_PYTORCH]),
+        # Where there is no GPU, ONNX Runtime runs the model.
+        ("model.onnx", ON_A_GPU + KIND % "AUTO", ["FOO", "gpu_mem_limit"]),
+        ("model.xml", 'backend: "openvino"', ["FOO", "execution_mode", "gpu_mem_limit"]),
+        ("model.py", 'backend: "python"', []),
+    ],
+)
+def test_keys_that_the_engine_does_not_know_are_told(
+    tmp_path: Path, file: str, text: str, unknown: list[str]
+) -> None:
+    keys = ["FOO", "execution_mode", "gpu_mem_limit", "session.x", "NUM_STREAMS"]
+    used = {"model.onnx": ["session.x"], "model.xml": ["NUM_STREAMS"]}.get(file, [])
+    for key in keys[:3] + used:
+        text += f' parameters {{ key: "{key}" value {{ string_value: "1" }} }}'
+    if "input" not in text:
+        text += ' input { name: "x" data_type: TYPE_FP32 dims: [4] }'
+        text += ' output { name: "y" data_type: TYPE_FP32 dims: [4] }'
+    config = pbtxt.resolve(pbtxt.parse(text), "m", tmp_path, tmp_path / file)
+    told = [each for each in config.warnings if "does not know it" in each]
+    assert [each.partition(":")[0] for each in told] == [f"parameters.{key}" for key in unknown]
+    assert all("it knows i" in each for each in told), told
+
+
 def test_these_options_have_no_effect_on_a_cpu(tmp_path: Path) -> None:
     text = ON_A_GPU + "instance_group [{ kind: KIND_CPU }]"
     config = pbtxt.resolve(pbtxt.parse(text), "m", tmp_path, tmp_path / "model.onnx")
