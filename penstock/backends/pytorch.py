@@ -499,11 +499,12 @@ def _without_effect(config: ModelConfig, loaded: LoadedModule) -> Iterator[tuple
 
 def check(config: ModelConfig) -> None:
     """Raise ConfigError for options that exclude each other, and for an ONNX file that this engine
-    does not read. Needs no GPU, and computes nothing."""
-    _options(config)
+    does not read or that lacks a layer to keep. Needs no GPU, and computes nothing."""
+    options = _options(config)
     if config.artifact.endswith(ONNX):
         signature = onnx_file.read_signature(Path(config.artifact))
-        load_graph(config, None, fixed=read_fixed(config, signature.inputs))
+        graph = load_graph(config, None, fixed=read_fixed(config, signature.inputs))
+        torch_floats.find_kept(graph.module, options.keep)
 
 
 def load_module(config: ModelConfig) -> LoadedModule:

@@ -40,6 +40,10 @@ def add_model(repository, text, domain="", op_type="Relu"):
             {"penstock.fuse": "on", "penstock.compile": "default"},
             "parameters.penstock.fuse: not together with penstock.compile",
         ),
+        (
+            {"penstock.dtype": "fp16", "penstock.keep_fp32": "nope"},
+            "parameters.penstock.keep_fp32: ",
+        ),
     ],
 )
 def test_options_are_refused(tmp_path, options, problem):
@@ -48,6 +52,18 @@ def test_options_are_refused(tmp_path, options, problem):
     found = penstock.inspect(add_model(tmp_path, text))
     assert not found.models
     assert any(problem in each for each in found.problems["m"]), found.problems
+
+
+def test_providers_that_are_not_installed_are_refused_on_the_cpu_too(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    text = 'backend: "onnxruntime" max_batch_size: 8\n'
+    lacking = add_model(tmp_path, text + PARAMETER % ("providers", "ROCMExecutionProvider"))
+    assert "ROCMExecutionProvider" not in onnxruntime.get_available_providers()
+    (problem,) = penstock.inspect(lacking).problems["m"]
+    assert problem.startswith("parameters.providers: ROCMExecutionProvider not in this build of")
+    usual = PARAMETER % ("providers", "CPUExecutionProvider")
+    (lacking / "config.pbtxt").write_text(text + usual)
+    assert not penstock.inspect(lacking).problems
 
 
 def test_an_operator_that_no_engine_has_is_refused(tmp_path):
