@@ -22,6 +22,7 @@ from penstock.backends.onnx_import.precision import (
     may_be_float,
     read_constant,
     recast_nodes,
+    takes_wide,
 )
 from penstock.backends.onnx_import.quantised import dequantize, quantize
 from penstock.backends.onnx_import.values import FLOAT_NUMBERS
@@ -116,7 +117,10 @@ def _keep_exact(module: fx.GraphModule, exact: set[fx.Node], dtype: torch.dtype)
         others = [
             user
             for user in node.users
-            if user not in exact and user.op != "output" and may_be_float(user)
+            if user not in exact
+            and user.op != "output"
+            and may_be_float(user)
+            and not takes_wide(user, node)
         ]
         for user in others:
             user.replace_input_with(node, narrowing.narrow(node))

@@ -3,8 +3,8 @@
 16 bits hold no integers above 2,048 (FP16) or 256 (BF16), and FP16 nothing above 65,504. So these
 stay in FP32 up to where they meet a tensor of 16 bits: floats made of integers (positions, counts,
 timesteps), angles that are computed from an input, and sums over axes that arithmetic follows,
-such as those of a norm or of mean pooling. An input that becomes integers stays too. `casting`
-casts the graph around them.
+such as those of a norm or of mean pooling. An input that becomes integers stays too, and so do
+coordinates of images, whatever they are computed from. `casting` casts the graph around them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from enum import Flag, auto
 import torch
 from torch import fx, nn
 
-from penstock.backends.onnx_import import elementwise, indexing, matrices, reductions, shapes
+from penstock.backends.onnx_import import (
+    elementwise,
+    images,
+    indexing,
+    matrices,
+    reductions,
+    shapes,
+)
 from penstock.backends.onnx_import.importer import DTYPE, ON_HOST, device_of, take_item
 from penstock.backends.onnx_import.values import FLOAT_NUMBERS, Compute
 
@@ -67,6 +74,13 @@ OF_SQUARES: dict[Compute, Compute] = {
     MEAN: reductions.MEAN_OF_SQUARES,
     SUM: reductions.SUM_OF_SQUARES,
 }
+# Functions that take coordinates, and scores to compare, at these positions. They compute in FP32.
+TAKES_WIDE: dict[object, tuple[int, ...]] = {
+    images.affine_grid: (0,),
+    images.grid_sample: (1,),
+    images.non_max_suppression: (0, 1),
+    images.roi_align: (1,),
+}
 # Key of an input that the graph takes in its own datatype, in `meta`.
 UNCAST = "penstock_uncast"
 
@@ -106,9 +120,12 @@ def keep_wide(module: fx.GraphModule) -> set[fx.Node]:
     origins = _origins(module)
     wide = {node for node, origin in origins.items() if _is_spoilt(node, origin)}
     wide |= {source for node in module.graph.nodes for source in _rounded(node, origins)}
+    computed = _coordinates(module, origins)
+    wide |= computed | _constant_coordinates(module)
     for node in reversed(module.graph.nodes):
         if node in wide and not _is_sum(module, node, origins):
             wide.update(each for each in node.all_input_nodes if each in origins)
+    wide |= _widen_sources(module, computed - set(origins), wide)
     for node in list(module.graph.nodes):
         if node not in wide:
             continue
@@ -137,6 +154,64 @@ def _rounded(node: fx.Node, origins: Origins) -> Iterator[fx.Node]:
         for each in node.all_input_nodes:
             if Origin.INPUT in origins.get(each, Origin.CONSTANT):
                 yield each
+
+
+def takes_wide(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a function takes this value in FP32, whatever its other inputs are."""
+    positions = TAKES_WIDE.get(user.target, ())
+    return any(at < len(user.args) and user.args[at] is node for at in positions)
+
+
+def _coordinates(module: fx.GraphModule, origins: Origins) -> set[fx.Node]:
+    """Return the coordinates and what they are computed from, back to the layers."""
+    movable = set(origins)
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not is_float(node) or node.meta.get(ON_HOST):
+            continue
+        is_lookup = node.target in LOOKUPS and read_constant(module, node.args[0]) is not None
+        is_item = node.target is take_item and node.args[0] not in movable
+        known = ARITHMETIC | MOVES | {images.affine_grid}
+        if node.target in known and not is_lookup and not is_item:
+            movable.add(node)
+    found: set[fx.Node] = set()
+    for node in reversed(module.graph.nodes):
+        is_found = node.target is images.affine_grid or (node in found and node not in origins)
+        if is_found:
+            found.add(node)
+        sources = [each for each in node.all_input_nodes if is_found or takes_wide(node, each)]
+        found.update(each for each in sources if each in movable)
+    return found
+
+
+def _constant_coordinates(module: fx.GraphModule) -> set[fx.Node]:
+    """Put a node after each constant that is a coordinate, so that it is not cast; return them."""
+    made: set[fx.Node] = set()
+    for node in [each for each in module.graph.nodes if each.target in TAKES_WIDE]:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and takes_wide(node, source):
+                with module.graph.inserting_before(node):
+                    kept = module.graph.call_function(elementwise.widen, (source,))
+                kept.meta[DTYPE] = FLOAT_NUMBERS[2]
+                node.replace_input_with(source, kept)
+                made.add(kept)
+    return made
+
+
+def _widen_sources(module: fx.GraphModule, nodes: set[fx.Node], wide: set[fx.Node]) -> set[fx.Node]:
+    """Let these nodes take activations of 16 bits in FP32; return the new nodes."""
+    graph = module.graph
+    made: dict[fx.Node, fx.Node] = {}
+    for node in [each for each in graph.nodes if each in nodes]:
+        for source in node.all_input_nodes:
+            is_other = source.op == "get_attr" or source.target is device_of
+            if source in wide or is_other or source.meta.get(ON_HOST) or not may_be_float(source):
+                continue
+            if source not in made:
+                with graph.inserting_after(source):
+                    made[source] = graph.call_function(elementwise.widen, (source,))
+                made[source].meta[DTYPE] = FLOAT_NUMBERS[2]
+            node.replace_input_with(source, made[source])
+    return set(made.values())
 
 
 def _origins(module: fx.GraphModule) -> Origins:
