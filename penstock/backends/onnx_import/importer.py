@@ -41,6 +41,7 @@ from penstock.backends.onnx_import.modules import build_module
 from penstock.backends.onnx_import.values import DTYPES, Compute, OnnxOperator
 from penstock.backends.onnx_import.weights import BrokenFile, read_tensor
 from penstock.errors import ConfigError, first_line
+from penstock.repository.onnx_file import sort_model
 
 log = logging.getLogger("penstock.onnx")
 Tensors = Mapping[str, torch.Tensor]
@@ -153,6 +154,10 @@ def import_model(
         ):
             if size >= 0:
                 dim.dim_value = size
+    try:
+        sort_model(model)
+    except ConfigError as error:
+        raise BrokenFile(error.problems) from None
     flat = _Flattener(folder)
     flat.read(_inlined(model), dict(fixed or {}))
     return _Emitter(flat).emit()

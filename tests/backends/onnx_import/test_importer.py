@@ -427,3 +427,43 @@ def test_no_rows_keep_the_other_sizes() -> None:
     for rows in (0, 4):
         (found,) = import_model(model).module(torch.ones(rows, 2, 3))
         assert found.shape == (rows, 6)
+
+
+def test_nodes_in_any_order() -> None:
+    """As some converters write them: a cast of the input is the last node."""
+    branch = helper.make_graph(
+        [helper.make_node("Neg", ["less"], ["out"]), helper.make_node("Sub", ["b", "b"], ["less"])],
+        "then",
+        [],
+        [helper.make_tensor_value_info("out", FLOAT, None)],
+    )
+    nodes = [
+        helper.make_node("Add", ["b", "chosen"], ["y"]),
+        helper.make_node("If", ["yes"], ["chosen"], then_branch=branch, else_branch=branch),
+        helper.make_node("Mul", ["a", "a"], ["b"]),
+        helper.make_node("Relu", ["x"], ["a"]),
+    ]
+    model = make(nodes, {"x": ["n", 2]}, weights={"yes": np.array(True)})
+    x = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    (found,) = import_model(model).module(x)
+    assert found.tolist() == [[1, 0], [9, 16]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (
+            [
+                helper.make_node("Add", ["x", "b"], ["a"], name="first"),
+                helper.make_node("Relu", ["a"], ["b"], name="second"),
+                helper.make_node("Neg", ["b"], ["y"]),
+            ],
+            "takes its own result",
+        ),
+        ([helper.make_node("Add", ["x", "gone"], ["y"], name="sum")], "takes the tensor 'gone'"),
+        ([helper.make_node("Relu", ["x"], ["z"])], "no node makes the output 'y'"),
+    ],
+)
+def test_broken_graphs(nodes: list[onnx.NodeProto], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        import_model(make(nodes, {"x": ["n", 2]}))
