@@ -564,8 +564,11 @@ class _Emitter:
             module = build_module(step.op_type, step.attributes, self._read_constants(step))
         if module is not None:
             scale = self.flat.weight_scales.get(step.inputs[1] if len(step.inputs) > 1 else "")
-            if scale is not None:
-                setattr(module, WEIGHT_SCALE, scale)
+            # Of Gemm: the weights of the layer have it.
+            alpha = step.attributes.get("alpha", 1.0)
+            assert isinstance(alpha, float | int)
+            if scale is not None and alpha > 0:
+                setattr(module, WEIGHT_SCALE, scale * alpha)
             name = f"layer_{self._num_modules}"
             self._num_modules += 1
             self.root.add_module(name, module)
