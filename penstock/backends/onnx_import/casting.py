@@ -113,7 +113,7 @@ def _keep_exact(module: fx.GraphModule, exact: set[fx.Node], dtype: torch.dtype)
     """Let these nodes compute in the precision of the file: their constants are not cast with the
     other weights, and their results are cast where others use them. Outputs are not cast."""
     narrowing = _Narrowing(module, exact, dtype)
-    for node in [each for each in module.graph.nodes if each in exact]:
+    for node in [each for each in module.graph.nodes if each in exact and may_be_float(each)]:
         others = [
             user
             for user in node.users

@@ -68,6 +68,10 @@ AFTER_SUMS = {
         )
     ),
 }
+COMPARISONS = {
+    elementwise.ARITHMETIC[name].compute
+    for name in ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+}
 MEAN = reductions.OPERATORS["ReduceMean"].compute
 SUM = reductions.OPERATORS["ReduceSum"].compute
 OF_SQUARES: dict[Compute, Compute] = {
@@ -92,6 +96,8 @@ class Origin(Flag):
     INTEGER = auto()
     INPUT = auto()
     SUM = auto()
+    # An input that went through small linear layers.
+    LAYER = auto()
 
 
 Origins = dict[fx.Node, Origin]
@@ -120,6 +126,7 @@ def keep_wide(module: fx.GraphModule) -> set[fx.Node]:
     origins = _origins(module)
     wide = {node for node, origin in origins.items() if _is_spoilt(node, origin)}
     wide |= {source for node in module.graph.nodes for source in _rounded(node, origins)}
+    wide |= {node for node in module.graph.nodes if _compares_inputs(node, origins)}
     computed = _coordinates(module, origins)
     wide |= computed | _constant_coordinates(module)
     for node in reversed(module.graph.nodes):
@@ -152,8 +159,24 @@ def _rounded(node: fx.Node, origins: Origins) -> Iterator[fx.Node]:
     """Yield what a cast to integers takes, if it follows from an input."""
     if node.target is elementwise.cast and node.meta.get(DTYPE) in WIDE_INTEGERS:
         for each in node.all_input_nodes:
-            if Origin.INPUT in origins.get(each, Origin.CONSTANT):
+            if _is_input(origins.get(each, Origin.CONSTANT)):
                 yield each
+
+
+def _is_input(origin: Origin) -> bool:
+    """Whether it follows from an input by no more than arithmetic."""
+    return Origin.INPUT in origin and Origin.LAYER not in origin
+
+
+def _compares_inputs(node: fx.Node, origins: Origins) -> bool:
+    """Whether it compares what follows from inputs by no more than arithmetic, such as numbers of
+    classes that are floats, with each other or with constants or integers."""
+    if node.target not in COMPARISONS or node.meta.get(ON_HOST):
+        return False
+    floats = [each for each in node.all_input_nodes if each.op != "get_attr" and is_float(each)]
+    spoilt = Origin.SUM | Origin.LAYER
+    is_known = all(not origins.get(each, spoilt) & spoilt for each in floats)
+    return is_known and any(_is_input(origins[each]) for each in floats)
 
 
 def takes_wide(user: fx.Node, node: fx.Node) -> bool:
@@ -219,10 +242,14 @@ def _origins(module: fx.GraphModule) -> Origins:
     for node in module.graph.nodes:
         if node.op == "placeholder" and is_float(node):
             found[node] = Origin.INPUT
-        elif node.op == "call_module" and _outer_layer(module, node) is not None:
+        elif node.op == "call_module" and (layer := _small_layer(module, node)) is not None:
             (source,) = node.all_input_nodes
-            if source in found and Origin.SUM not in found[source]:
-                found[node] = found[source]
+            given = found.get(source, Origin.SUM)
+            if layer.in_features == 1:
+                # An outer product.
+                found |= {} if Origin.SUM in given else {node: given}
+            elif given | Origin.LAYER == Origin.INPUT | Origin.LAYER:
+                found[node] = given | Origin.LAYER
         elif node.op == "call_function" and is_float(node) and not node.meta.get(ON_HOST):
             origin = _origin(module, node, found)
             if origin is None or Origin.INPUT in origin:
@@ -264,11 +291,13 @@ def _size(module: fx.GraphModule, node: fx.Node) -> int:
     return 0 if tensor is None else tensor.numel()
 
 
-def _outer_layer(module: fx.GraphModule, node: fx.Node) -> nn.Linear | None:
-    """Return a layer of one input channel: an outer product."""
+def _small_layer(module: fx.GraphModule, node: fx.Node) -> nn.Linear | None:
+    """Return a linear layer that may be computed in FP32."""
     layer = module.get_submodule(str(node.target))
-    is_one = type(layer) is nn.Linear and layer.in_features == 1 and len(node.args) == 1
-    return layer if is_one and layer.weight.dtype == torch.float32 else None
+    if type(layer) is not nn.Linear or len(node.args) != 1:
+        return None
+    is_small = layer.in_features == 1 or layer.weight.numel() <= MAX_PRODUCT
+    return layer if is_small and layer.weight.dtype == torch.float32 else None
 
 
 def _square(node: object) -> fx.Node | None:
@@ -306,15 +335,17 @@ def _widen_sum(node: fx.Node) -> None:
 
 
 def _as_product(module: fx.GraphModule, node: fx.Node) -> set[fx.Node]:
-    """Replace a layer of one input channel by arithmetic; return the new nodes."""
-    layer = _outer_layer(module, node)
+    """Replace a linear layer by arithmetic; return the new nodes."""
+    layer = _small_layer(module, node)
     assert layer is not None
     return set(_write_product(module, node, layer))
 
 
 def _write_product(module: fx.GraphModule, node: fx.Node, layer: nn.Linear) -> Iterator[fx.Node]:
     graph, made = module.graph, node.args[0]
-    parts = [(torch.mul, "weight", layer.weight[:, 0])]
+    is_outer = layer.in_features == 1
+    weight = layer.weight[:, 0] if is_outer else layer.weight.t()
+    parts = [(torch.mul if is_outer else torch.matmul, "weight", weight)]
     if layer.bias is not None:
         parts.append((torch.add, "bias", layer.bias))
     with graph.inserting_before(node):

@@ -465,3 +465,68 @@ def test_input_beside_coordinates(dtype: torch.dtype) -> None:
     model = build(nodes, inputs, weights | {"matrix": floats(2, 3)})
     assert error(model, inputs, dtype) < TOLERANCES[dtype]
     assert run(model, inputs, dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["matmul", "gemm", "layers"])
+def test_sines_of_small_products_of_an_input(kind: str, dtype: torch.dtype) -> None:
+    """Fourier features, and a network whose activations are sines."""
+    inputs = {"x": floats(16, 3)}
+    weights = {"matrix": floats(3, 64) * 10, "bias": floats(64), "more": floats(64, 64)}
+    nodes = {
+        "matmul": [node("MatMul", ["x", "matrix"], ["angle"])],
+        "gemm": [node("Gemm", ["x", "matrix", "bias"], ["angle"])],
+        "layers": [
+            node("Gemm", ["x", "matrix", "bias"], ["first"]),
+            node("Sin", ["first"], ["turned"]),
+            node("MatMul", ["turned", "more"], ["angle"]),
+        ],
+    }[kind]
+    nodes.append(node("Sin", ["angle"], ["y"]))
+    used = {name for each in nodes for name in each.input}
+    model = build(nodes, inputs, {name: each for name, each in weights.items() if name in used})
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+def test_large_products_are_cast() -> None:
+    inputs = {"x": floats(2, 512)}
+    nodes = [node("MatMul", ["x", "matrix"], ["angle"]), node("Sin", ["angle"], ["y"])]
+    graph = import_model(build(nodes, inputs, {"matrix": floats(512, 512)}))
+    retype(graph, torch.float16)
+    assert not any(each.meta.get(UNCAST) for each in graph.module.graph.nodes)
+    assert isinstance(graph.module.get_submodule("layer_0"), nn.Linear)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("Equal", np.arange(4000, dtype=np.float32)),
+        ("Less", np.arange(4000, dtype=np.float32) + 0.5),
+        ("Equal", np.float32(3000)),
+    ],
+)
+def test_comparisons_of_inputs(name: str, limits: Array, dtype: torch.dtype) -> None:
+    inputs = {"x": np.array([[[257], [1025]], [[3001], [3000]]], np.float32)}
+    nodes = [
+        node(name, ["x", "limits"], ["found"]),
+        node("Cast", ["found"], ["y"], to=FLOAT),
+    ]
+    model = build(nodes, inputs, {"limits": limits})
+    assert error(model, inputs, dtype) == 0
+    assert run(model, inputs, dtype).dtype == dtype
+
+
+def test_comparisons_of_activations_are_cast() -> None:
+    """A layer before a comparison stays a layer."""
+    nodes = [
+        node("MatMul", ["x", "matrix"], ["hidden"]),
+        node("Greater", ["hidden", "zero"], ["found"]),
+        node("Where", ["found", "hidden", "zero"], ["y"]),
+    ]
+    inputs = {"x": floats(4, 8)}
+    weights = {"matrix": floats(8, 8), "zero": np.float32(0)}
+    graph = import_model(build(nodes, inputs, weights))
+    retype(graph, torch.float16)
+    assert not any(each.meta.get(UNCAST) for each in graph.module.graph.nodes)
+    assert isinstance(graph.module.get_submodule("layer_0"), nn.Linear)
