@@ -4,7 +4,8 @@
 stay in FP32 up to where they meet a tensor of 16 bits: floats made of integers (positions, counts,
 timesteps), angles that are computed from an input, and sums over axes that arithmetic follows,
 such as those of a norm or of mean pooling. An input that becomes integers stays too, and so do
-coordinates of images, whatever they are computed from. `casting` casts the graph around them.
+coordinates of images, whatever they are computed from, and numbers that a tiny constant keeps from
+being zero before a logarithm or a root. `casting` casts the graph around them.
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ OF_SQUARES: dict[Compute, Compute] = {
     MEAN: reductions.MEAN_OF_SQUARES,
     SUM: reductions.SUM_OF_SQUARES,
 }
+# Functions that keep numbers above a limit, and one whose results may be near zero.
+FLOORS = {torch.clamp, *(elementwise.ARITHMETIC[name].compute for name in ("Add", "Clip", "Max"))}
+SOFTMAX = elementwise.OPERATORS["Softmax"].compute
 # Functions that take coordinates, and scores to compare, at these positions. They compute in FP32.
 TAKES_WIDE: dict[object, tuple[int, ...]] = {
     images.affine_grid: (0,),
@@ -120,14 +124,14 @@ def read_constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def keep_wide(module: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that stay in FP32, for a graph that is cast to 16 bits; layers and sums
-    among them become functions that compute so. Inputs among them are marked."""
+def keep_wide(module: fx.GraphModule, dtype: torch.dtype) -> set[fx.Node]:
+    """Return the nodes that stay in FP32, for a graph that is cast to a datatype of 16 bits; layers
+    and sums among them become functions that compute so. Inputs among them are marked."""
     origins = _origins(module)
     wide = {node for node, origin in origins.items() if _is_spoilt(node, origin)}
     wide |= {source for node in module.graph.nodes for source in _rounded(node, origins)}
     wide |= {node for node in module.graph.nodes if _compares_inputs(node, origins)}
-    computed = _coordinates(module, origins)
+    computed = _sources(module, _after_floors(module, dtype), origins)
     wide |= computed | _constant_coordinates(module)
     for node in reversed(module.graph.nodes):
         if node in wide and not _is_sum(module, node, origins):
@@ -185,18 +189,46 @@ def takes_wide(user: fx.Node, node: fx.Node) -> bool:
     return any(at < len(user.args) and user.args[at] is node for at in positions)
 
 
-def _coordinates(module: fx.GraphModule, origins: Origins) -> set[fx.Node]:
-    """Return the coordinates and what they are computed from, back to the layers."""
+def is_tiny(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return whether a single number is an epsilon; among many, small ones may as well be zeros."""
+    least = torch.finfo(dtype).smallest_normal
+    return (tensor != 0) & (tensor.abs() < least) & (tensor.numel() == 1)
+
+
+def constants_of(module: fx.GraphModule, node: fx.Node) -> Iterator[torch.Tensor]:
+    """Yield the floats that a node takes as constants."""
+    for each in (*node.args, *node.kwargs.values()):
+        if isinstance(each, float):
+            yield torch.tensor(each)
+    for each in node.all_input_nodes:
+        tensor = read_constant(module, each)
+        if tensor is not None and tensor.is_floating_point():
+            yield tensor
+
+
+def _after_floors(module: fx.GraphModule, dtype: torch.dtype) -> set[fx.Node]:
+    """Return logarithms and roots of numbers with a lower limit that 16 bits do not hold."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.target not in FLOORS or not is_float(node) or node.meta.get(ON_HOST):
+            continue
+        if any(bool(is_tiny(each, dtype).any()) for each in constants_of(module, node)):
+            found.update(each for each in node.users if each.target in (torch.log, torch.sqrt))
+    return found
+
+
+def _sources(module: fx.GraphModule, wanted: set[fx.Node], origins: Origins) -> set[fx.Node]:
+    """Return these nodes, the coordinates, and what they are computed from, back to the layers."""
     movable = set(origins)
     for node in module.graph.nodes:
         if node.op != "call_function" or not is_float(node) or node.meta.get(ON_HOST):
             continue
         is_lookup = node.target in LOOKUPS and read_constant(module, node.args[0]) is not None
         is_item = node.target is take_item and node.args[0] not in movable
-        known = ARITHMETIC | MOVES | {images.affine_grid}
+        known = ARITHMETIC | MOVES | {images.affine_grid, SOFTMAX}
         if node.target in known and not is_lookup and not is_item:
             movable.add(node)
-    found: set[fx.Node] = set()
+    found = set(wanted)
     for node in reversed(module.graph.nodes):
         is_found = node.target is images.affine_grid or (node in found and node not in origins)
         if is_found:

@@ -530,3 +530,22 @@ def test_comparisons_of_activations_are_cast() -> None:
     retype(graph, torch.float16)
     assert not any(each.meta.get(UNCAST) for each in graph.module.graph.nodes)
     assert isinstance(graph.module.get_submodule("layer_0"), nn.Linear)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["add", "clip", "max", "root"])
+def test_tiny_limits_before_logarithms_and_roots(kind: str, dtype: torch.dtype) -> None:
+    """FP16 has no 1e-8."""
+    inputs = {"x": floats(4, 600)}
+    weights = {"matrix": floats(600, 128) / 4, "least": np.float32(1e-8)}
+    names = ["likely", "least"]
+    limit = {"clip": node("Clip", names, ["kept"]), "max": node("Max", names, ["kept"])}
+    nodes = [
+        node("MatMul", ["x", "matrix"], ["logits"]),
+        node("Softmax", ["logits"], ["likely"]),
+        limit.get(kind, node("Add", names, ["kept"])),
+        node("Sqrt" if kind == "root" else "Log", ["kept"], ["y"]),
+    ]
+    model = build(nodes, inputs, weights)
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+    assert run(model, inputs, dtype).dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
