@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.repository.onnx_file import sort_graph
+
 if TYPE_CHECKING:
     import onnxruntime as ort
     from onnx import GraphProto, NodeProto
@@ -91,7 +93,9 @@ def judge(nodes: Sequence[AssignedNode], kinds: Mapping[str, bool]) -> NodePlace
 def _kinds_in(path: Path) -> dict[str, bool]:
     import onnx
 
-    return shape_nodes(onnx.load(path, load_external_data=False).graph)
+    graph = onnx.load(path, load_external_data=False).graph
+    sort_graph(graph)
+    return shape_nodes(graph)
 
 
 def shape_nodes(graph: GraphProto) -> dict[str, bool]:

@@ -731,7 +731,8 @@ def _place_module(
         got = f"asked for {options.dtype}, the module has {_join(found)}"
         raise ConfigError(f"parameters.penstock.dtype: {got}")
     if options.is_channels_last or options.is_fused:
-        module = module.to(memory_format=torch.channels_last)
+        # `to` would fail on those of three-dimensional convolutions.
+        module._apply(_with_channels_last)
     if config.options.get(torch_linear.WEIGHTS_OPTION):
         return replace(loaded, linear=torch_linear.shrink_weights(module, config), module=module)
     if torch_packing.FP8_OPTION in config.options and not options.is_packed:
@@ -739,6 +740,11 @@ def _place_module(
         linear = torch_linear.quantise_model(module, config, sample)
         return replace(loaded, module=linear.module, linear=linear)
     return replace(loaded, module=module)
+
+
+def _with_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    is_image = tensor.ndim == IMAGE_RANK
+    return tensor.to(memory_format=torch.channels_last) if is_image else tensor
 
 
 def _where_packed(module: Module, config: ModelConfig) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import fx, nn
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from penstock.backends.onnx_import import contrib, layers, matrices, patterns, recurrent
 from penstock.backends.onnx_import.importer import NODES, ON_HOST, ToDevice
 from penstock.backends.onnx_import.values import Compute
-from penstock.backends.torch_linear import check_names
+from penstock.backends.torch_linear import CastInputs, cast_floats, check_names, is_float
 
 OPTION = "penstock.keep_fp32"
 # Functions whose tensors must have one datatype.
@@ -30,20 +29,10 @@ PRODUCTS = {
     for each in table.OPERATORS.values()
 } | {patterns.attend, torch.matmul}
 Call = Callable[[], object]
-T = TypeVar("T")
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _cast(values: T, dtype: torch.dtype) -> T:
-    found: T = pytree.tree_map(lambda each: each.to(dtype) if _is_float(each) else each, values)
-    return found
 
 
 def _floats(values: object) -> list[torch.Tensor]:
-    return [each for each in pytree.tree_leaves(values) if _is_float(each)]
+    return [each for each in pytree.tree_leaves(values) if is_float(each)]
 
 
 def find_kept(graph: fx.GraphModule, keep: Collection[str]) -> set[str]:
@@ -83,7 +72,7 @@ def unmix(graph: fx.GraphModule, dtype: torch.dtype, keep: Collection[str]) -> N
 
 def _in_fp32(function: Compute) -> Compute:
     def in_fp32(*args: object, **kwargs: object) -> object:
-        return function(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+        return function(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
 
     return in_fp32
 
@@ -91,7 +80,7 @@ def _in_fp32(function: Compute) -> Compute:
 def _in_one(function: Compute, dtype: torch.dtype) -> Compute:
     def in_one(*args: object, **kwargs: object) -> object:
         if len({each.dtype for each in _floats((args, kwargs))}) > 1:
-            return function(*_cast(args, dtype), **_cast(kwargs, dtype))
+            return function(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
         return function(*args, **kwargs)
 
     return in_one
@@ -115,18 +104,12 @@ def cast_others(module: nn.Module, dtype: torch.dtype, keep: Collection[str]) ->
 
     for each in known.values():
         own = [*each._parameters.values(), *each._buffers.values()]
-        if id(each) not in inside and each is not module and any(map(_is_float, own)):
-            each.register_forward_pre_hook(functools.partial(_before, dtype), with_kwargs=True)
+        if id(each) not in inside and each is not module and any(map(is_float, own)):
+            each.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
     for layer in {id(each): each for each in kept}.values():
         layer.float()
-        layer.register_forward_pre_hook(functools.partial(_before, torch.float32), with_kwargs=True)
+        layer.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
     module._apply(cast)
-
-
-def _before(
-    dtype: torch.dtype, module: nn.Module, args: object, kwargs: object
-) -> tuple[object, object]:
-    return _cast(args, dtype), _cast(kwargs, dtype)
 
 
 @dataclass(slots=True)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from penstock.backends.torch_activations import activation_of
 from penstock.backends.torch_aliasing import GraphMemory
@@ -32,6 +34,7 @@ from penstock.kernels.integer_weights import MIN_GROUP, WeightOnlyLinear
 from penstock.kernels.packed_encoder import KERNEL_TYPES
 from penstock.units import quoted
 
+T = TypeVar("T")
 WEIGHTS_OPTION = "penstock.weights"
 # Bits by the value of the option.
 WEIGHTS = {"int8": 8, "int4": 4}
@@ -96,15 +99,41 @@ class LinearModel:
         return facts if self.multiplier is None else facts | self.multiplier.facts()
 
 
-def find_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers that are called as such, by name."""
+@dataclass(frozen=True, slots=True)
+class CastInputs:
+    """A hook before a layer that casts the floats it takes."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> tuple[object, object]:
+        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
+
+
+def cast_floats(values: T, dtype: torch.dtype) -> T:
+    """Cast the float tensors among some values."""
+    found: T = pytree.tree_map(lambda each: each.to(dtype) if is_float(each) else each, values)
+    return found
+
+
+def is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _is_narrowing(hook: object) -> bool:
+    return isinstance(hook, CastInputs) and hook.dtype != torch.float32
+
+
+def find_layers(module: nn.Module, *, takes_casts: bool = False) -> dict[str, nn.Linear]:
+    """Return the linear layers that are called as such, by name; with `takes_casts` also those that
+    only cast what they take to 16 bits before."""
     closed = [name for name, each in module.named_modules() if isinstance(each, CLOSED)]
     return {
         name: each
         for name, each in module.named_modules()
         if type(each) is nn.Linear
         and not any(name.startswith(f"{other}.") for other in closed)
-        and not (each._forward_hooks or each._forward_pre_hooks)
+        and not each._forward_hooks
+        and all(takes_casts and _is_narrowing(hook) for hook in each._forward_pre_hooks.values())
     }
 
 
@@ -129,9 +158,10 @@ def quantise_model(
 
 
 def shrink_weights(module: nn.Module, config: ModelConfig) -> LinearModel:
-    """Give the large linear layers of a module integer weights, as the option says."""
+    """Give the large linear layers of a module integer weights, as the option says. Those that stay
+    in FP32 keep theirs."""
     bits = WEIGHTS[config.options[WEIGHTS_OPTION]]
-    found = find_layers(module)
+    found = find_layers(module, takes_casts=True)
     chosen = {name: each for name, each in found.items() if _is_large(each)}
     if not chosen:
         depth = f"inputs in a multiple of {MIN_GROUP}"
@@ -139,6 +169,9 @@ def shrink_weights(module: nn.Module, config: ModelConfig) -> LinearModel:
         raise ConfigError(f"parameters.{WEIGHTS_OPTION}: {problem}")
     made = {id(each): WeightOnlyLinear(each, bits).eval() for each in chosen.values()}
     layers = {name: made[id(each)] for name, each in chosen.items()}
+    for each in {id(each): each for each in chosen.values()}.values():
+        for hook in each._forward_pre_hooks.values():
+            made[id(each)].register_forward_pre_hook(hook, with_kwargs=True)
     for name, layer in layers.items():
         module.set_submodule(name, layer)
     return LinearModel(module, layers, len(found), bits)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from penstock.errors import BackendFailed, first_line
+from penstock.errors import BackendFailed, ConfigError, first_line
+from penstock.repository.onnx_file import sort_model
 from penstock.types import Array
 
 if TYPE_CHECKING:
@@ -38,13 +39,17 @@ NO_ENTRIES: Mapping[str, str] = {}
 
 
 def read(path: Path, *, weights: bool = True) -> ModelProto:
-    """Return the ModelProto; BackendFailed says why it cannot be read."""
+    """Return the ModelProto, its nodes in order; BackendFailed says why it cannot be read."""
     import onnx
 
     try:
-        return onnx.load(str(path), load_external_data=weights)
+        model = onnx.load(str(path), load_external_data=weights)
+        sort_model(model)
+    except ConfigError as error:
+        raise BackendFailed(f"{path.name}: {error.problems[0]}") from None
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
         raise BackendFailed(f"{path.name}: cannot be read as ONNX: {first_line(error)}") from None
+    return model
 
 
 def write(model: ModelProto, path: Path) -> None:

@@ -6,7 +6,8 @@ a sequence of maps. No protocol has such a type, so the probabilities are served
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from penstock.types import DATATYPES, TensorSpec
 from penstock.units import quoted
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 # Datatypes that have another name in v2.
 NAMES = {"FLOAT16": "FP16", "FLOAT": "FP32", "DOUBLE": "FP64", "BFLOAT16": "BF16"}
@@ -88,6 +89,73 @@ def _read_graph(path: Path) -> GraphProto:
         return onnx.load(str(path), load_external_data=False).graph
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
         raise ConfigError(f"cannot be read as ONNX: {first_line(error)}") from None
+
+
+def sort_model(model: ModelProto) -> None:
+    """Put each node behind those whose results it takes, in functions and branches too: some tools
+    write them in another order. ConfigError for cycles, and for tensors that nothing makes."""
+    for function in model.functions:
+        _sort_nodes(function, set(function.input), function.output)
+    sort_graph(model.graph)
+
+
+def sort_graph(graph: GraphProto, outer: Collection[str] = ()) -> None:
+    """Do so for one graph; `outer` are the names of the graphs around it."""
+    given = {value.name for value in (*graph.input, *graph.initializer)}
+    given.update(sparse.values.name for sparse in graph.sparse_initializer)
+    _sort_nodes(graph, given.union(outer), [value.name for value in graph.output])
+
+
+def _sort_nodes(
+    body: GraphProto | FunctionProto, given: Collection[str], outputs: Collection[str]
+) -> None:
+    makers = {name: n for n, node in enumerate(body.node) for name in node.output if name}
+    known = {*given, *makers}
+    for node in body.node:
+        for inner in _inner_graphs(node):
+            sort_graph(inner, known)
+    needed = [set(_names_read(node)) for node in body.node]
+    for node, names in zip(body.node, needed, strict=True):
+        if missing := sorted(names - known):
+            raise ConfigError(
+                f"{node.op_type} (node '{node.name}') takes the tensor '{missing[0]}', which is "
+                "not an input, a weight or the result of a node"
+            )
+    if missing := [name for name in outputs if name not in known]:
+        raise ConfigError(f"no node makes the output '{missing[0]}'")
+    sources = {
+        n: {makers[name] for name in names & makers.keys()} for n, names in enumerate(needed)
+    }
+    if all(n > max(each, default=-1) for n, each in sources.items()):
+        return
+    try:
+        order = list(TopologicalSorter(sources).static_order())
+    except CycleError as error:
+        node = body.node[error.args[1][0]]
+        raise ConfigError(f"{node.op_type} (node '{node.name}') takes its own result") from None
+    nodes = [body.node[n] for n in order]
+    copies = [type(node).FromString(node.SerializeToString()) for node in nodes]
+    del body.node[:]
+    body.node.extend(copies)
+
+
+def _inner_graphs(node: NodeProto) -> Iterator[GraphProto]:
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _names_read(node: NodeProto) -> Iterator[str]:
+    """Yield the names that a node takes from its graph, in its branches too."""
+    yield from filter(None, node.input)
+    for inner in _inner_graphs(node):
+        own = {value.name for value in (*inner.input, *inner.initializer)}
+        own.update(name for each in inner.node for name in each.output)
+        own.update(sparse.values.name for sparse in inner.sparse_initializer)
+        read = {name for each in inner.node for name in _names_read(each)}
+        read.update(value.name for value in inner.output)
+        yield from sorted(read - own)
 
 
 def _zip_maps(graph: GraphProto) -> dict[str, NodeProto]:

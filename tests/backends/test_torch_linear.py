@@ -307,6 +307,23 @@ def test_modules_and_onnx_files_are_served_with_integer_weights(
     assert num_bytes < 4 * 64 * 256 * (1.2 if kind == "int8" else 0.7)
 
 
+def test_layers_in_fp32_keep_their_weights(config: ModelConfig) -> None:
+    """`config` is that of a module and of an ONNX file; one of four large layers stays."""
+    from penstock.backends.pytorch import load_module
+
+    name = next(
+        name
+        for name, each in load_module(config).module.named_modules()
+        if isinstance(each, torch.nn.Linear) and each.weight.numel() == 64 * 256
+    )
+    half = {"penstock.dtype": "bf16"}
+    wanted, _ = answer(config, **half)
+    options = {**half, "penstock.weights": "int8", "penstock.keep_fp32": name}
+    found, built = answer(config, **options)
+    assert 0 < relative(found, wanted) < 0.04
+    assert built["weights"].startswith("int8: 3 of 12 linear layers, ")
+
+
 def test_float_layers_of_a_graph_in_int8_have_integer_weights(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")

@@ -493,3 +493,35 @@ class TestCompilersCache:
         other = replace(config, artifact=str(version / name))
         assert (read_code(other, COMPILED) == b"code") == is_read
         assert (read_code(self.listed(other, b"code"), COMPILED) == b"code") == is_read
+
+
+@pytest.mark.parametrize("options", [{"fuse": "on"}, {"memory_format": "channels_last"}])
+def test_three_dimensional_convolutions_are_not_channels_last(
+    tmp_path: Path, options: dict[str, str]
+) -> None:
+    random = np.random.default_rng(0)
+    values = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *shape])
+        for name, shape in (("x0", (2, 6, 6, 6)), ("y", (3, 4, 4)))
+    ]
+    weights = {"w": random.random((4, 2, 3, 3, 3), np.float32) / 27}
+    weights |= {"flat": np.array([-1, 16, 4, 4]), "w2": random.random((3, 16, 1, 1), np.float32)}
+    nodes = [
+        helper.make_node("Conv", ["x0", "w"], ["a"]),
+        helper.make_node("Reshape", ["a", "flat"], ["b"]),
+        helper.make_node("Conv", ["b", "w2"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "made",
+        values[:1],
+        values[1:],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    path = tmp_path / "model.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    specs = [TensorSpec("x0", "FP32", (2, 6, 6, 6))], [TensorSpec("y", "FP32", (3, 4, 4))]
+    given = {f"penstock.{key}": value for key, value in options.items()}
+    config = replace(model_config("pytorch", path, *specs), options=given)
+    same_as_onnx_runtime(config, random.random((2, 2, 6, 6, 6), np.float32))

@@ -123,3 +123,16 @@ def test_a_model_that_does_not_load_says_why() -> None:
     model.graph.node[0].op_type = "NoSuchOperator"
     with pytest.raises(BackendFailed, match="ONNX Runtime cannot load it"):
         onnx_model.session(model)
+
+
+def test_nodes_are_read_in_order(tmp_path: Path) -> None:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xy"]
+    nodes = [helper.make_node("Neg", ["a"], ["y"]), helper.make_node("Relu", ["x"], ["a"])]
+    path = tmp_path / "model.onnx"
+    model = helper.make_model(helper.make_graph(nodes, "made", values[:1], values[1:]))
+    path.write_bytes(model.SerializeToString())
+    assert [node.op_type for node in onnx_model.read(path).graph.node] == ["Relu", "Neg"]
+    model.graph.node[1].input[0] = "y"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(BackendFailed, match="takes its own result"):
+        onnx_model.read(path)

@@ -6,7 +6,7 @@ Weights, casts and numbers of the graph change; `precision` says which values st
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +18,13 @@ from penstock.backends.onnx_import.importer import ON_HOST, ImportedGraph, param
 from penstock.backends.onnx_import.precision import (
     MOVES,
     PERIODIC,
+    constants_of,
+    is_tiny,
     keep_wide,
     may_be_float,
     read_constant,
     recast_nodes,
+    takes_wide,
 )
 from penstock.backends.onnx_import.quantised import dequantize, quantize
 from penstock.backends.onnx_import.values import FLOAT_NUMBERS
@@ -61,7 +64,7 @@ def retype(model: ImportedGraph, dtype: torch.dtype, keep: Collection[str] = ())
         )
     exact = recast_nodes(model.module)
     if is_half:
-        exact |= keep_wide(model.module)
+        exact |= keep_wide(model.module, dtype)
     for node in model.module.graph.nodes:
         if (
             node.op != "call_function"
@@ -112,11 +115,14 @@ def _keep_exact(module: fx.GraphModule, exact: set[fx.Node], dtype: torch.dtype)
     """Let these nodes compute in the precision of the file: their constants are not cast with the
     other weights, and their results are cast where others use them. Outputs are not cast."""
     narrowing = _Narrowing(module, exact, dtype)
-    for node in [each for each in module.graph.nodes if each in exact]:
+    for node in [each for each in module.graph.nodes if each in exact and may_be_float(each)]:
         others = [
             user
             for user in node.users
-            if user not in exact and user.op != "output" and may_be_float(user)
+            if user not in exact
+            and user.op != "output"
+            and may_be_float(user)
+            and not takes_wide(user, node)
         ]
         for user in others:
             user.replace_input_with(node, narrowing.narrow(node))
@@ -139,11 +145,11 @@ class _Narrowing:
 
     def __post_init__(self) -> None:
         for node in self.module.graph.nodes:
-            # Sines are neither.
-            if node not in self.exact or node.target in PERIODIC:
+            # Sines and logarithms are neither.
+            if node not in self.exact or node.target in PERIODIC | {torch.log}:
                 continue
-            constants = list(self._constants(node))
-            for found, is_outside in ((self._large, _is_large), (self._small, _is_small)):
+            constants = list(constants_of(self.module, node))
+            for found, is_outside in ((self._large, _is_large), (self._small, is_tiny)):
                 is_first = any(bool(is_outside(each, self.dtype).any()) for each in constants)
                 if is_first or any(each in found for each in node.all_input_nodes):
                     found.add(node)
@@ -180,24 +186,9 @@ class _Narrowing:
                 cast_within if is_outside else cast, (node,), how
             )
 
-    def _constants(self, node: fx.Node) -> Iterator[torch.Tensor]:
-        for each in (*node.args, *node.kwargs.values()):
-            if isinstance(each, float):
-                yield torch.tensor(each)
-        for each in node.all_input_nodes:
-            tensor = read_constant(self.module, each)
-            if tensor is not None and tensor.is_floating_point():
-                yield tensor
-
 
 def _is_large(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.isfinite() & (tensor.abs() > torch.finfo(dtype).max)
-
-
-def _is_small(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return whether a single number is an epsilon; among many, small ones may as well be zeros."""
-    least = torch.finfo(dtype).smallest_normal
-    return (tensor != 0) & (tensor.abs() < least) & (tensor.numel() == 1)
 
 
 def _keep_scales(
@@ -239,7 +230,7 @@ def _fitted(value: object, dtype: torch.dtype) -> object:
 
 def _limit(module: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     limits = torch.finfo(dtype)
-    is_large, is_small = _is_large(tensor, dtype), _is_small(tensor, dtype)
+    is_large, is_small = _is_large(tensor, dtype), is_tiny(tensor, dtype)
     if not bool((is_large | is_small).any()):
         return
     limited = torch.where(is_large, tensor.sign() * (limits.max / 2), tensor)

@@ -208,6 +208,12 @@ def cast(x: Tensor, *, to: int | torch.dtype, saturate: int = 1, round_mode: str
     return x.to(dtype)
 
 
+def widen(x: Tensor) -> Tensor:
+    """Cast floats of 16 bits to FP32; leave anything else as it is."""
+    is_narrow = x.is_floating_point() and x.itemsize < torch.float32.itemsize
+    return x.float() if is_narrow else x
+
+
 def cast_within(x: Tensor, *, to: torch.dtype, has_small: bool = False) -> Tensor:
     """Cast; numbers beyond the range become half its largest, so that scores can be added to what
     masks. With `has_small`, those below it become its smallest, so that one can divide by them."""

@@ -216,11 +216,21 @@ def grid_sample(
     kind = names.get(mode, mode)
     if x.dim() > 5 or (kind == "bicubic" and x.dim() != 4):
         raise ConfigError(f"GridSample: {kind} over {x.dim() - 2} axes is not supported")
-    return functional.grid_sample(x, grid, kind, padding_mode, bool(align_corners))
+    dtype = torch.promote_types(_wide_type(x), grid.dtype)
+    made = functional.grid_sample(
+        x.to(dtype), grid.to(dtype), kind, padding_mode, bool(align_corners)
+    )
+    return made.to(x.dtype)
+
+
+def _wide_type(x: Tensor) -> torch.dtype:
+    """Return the datatype for positions: 16 bits do not tell the pixels of a large image apart."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def affine_grid(theta: Tensor, size: Numbers, *, align_corners: int = 0) -> Tensor:
-    return functional.affine_grid(theta, ints(size), bool(align_corners))
+    made = functional.affine_grid(theta.to(_wide_type(theta)), ints(size), bool(align_corners))
+    return made.to(theta.dtype)
 
 
 def non_max_suppression(
@@ -236,6 +246,7 @@ def non_max_suppression(
     limit = ints(max_boxes)[0] if max_boxes is not None else 0
     threshold = reals(iou_limit)[0] if iou_limit is not None else 0.0
     lowest = reals(score_limit)[0] if score_limit is not None else None
+    boxes = boxes.to(_wide_type(boxes))
     kept: list[Tensor] = []
     for row in range(boxes.shape[0]):
         overlap = _overlaps(boxes[row], bool(center_point_box))
@@ -298,18 +309,19 @@ def roi_align(
         image = x[int(rows[number])]
         down = _samples(top, height, output_height, sampling_ratio, x)
         across = _samples(left, width, output_width, sampling_ratio, x)
-        values = _bilinear(image, down, across, is_max=mode == "max")
+        values = _bilinear(image.to(down.dtype), down, across, is_max=mode == "max")
         parts = values.reshape(
             len(image), output_height, -1, output_width, len(across) // output_width
         )
-        found.append(parts.amax((2, 4)) if mode == "max" else parts.mean((2, 4)))
+        pooled = parts.amax((2, 4)) if mode == "max" else parts.mean((2, 4))
+        found.append(pooled.to(x.dtype))
     return torch.stack(found) if found else x.new_zeros(0, x.shape[1], output_height, output_width)
 
 
 def _samples(start: float, length: float, count: int, ratio: int, like: Tensor) -> Tensor:
     size = length / count
     num = ratio or max(math.ceil(size), 1)
-    at = torch.arange(count * num, device=like.device, dtype=like.dtype)
+    at = torch.arange(count * num, device=like.device, dtype=_wide_type(like))
     return start + (at + 0.5) * size / num
 
 

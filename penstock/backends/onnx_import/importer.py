@@ -41,6 +41,7 @@ from penstock.backends.onnx_import.modules import build_module
 from penstock.backends.onnx_import.values import DTYPES, Compute, OnnxOperator
 from penstock.backends.onnx_import.weights import BrokenFile, read_tensor
 from penstock.errors import ConfigError, first_line
+from penstock.repository.onnx_file import sort_model
 
 log = logging.getLogger("penstock.onnx")
 Tensors = Mapping[str, torch.Tensor]
@@ -153,6 +154,10 @@ def import_model(
         ):
             if size >= 0:
                 dim.dim_value = size
+    try:
+        sort_model(model)
+    except ConfigError as error:
+        raise BrokenFile(error.problems) from None
     flat = _Flattener(folder)
     flat.read(_inlined(model), dict(fixed or {}))
     return _Emitter(flat).emit()
@@ -559,8 +564,11 @@ class _Emitter:
             module = build_module(step.op_type, step.attributes, self._read_constants(step))
         if module is not None:
             scale = self.flat.weight_scales.get(step.inputs[1] if len(step.inputs) > 1 else "")
-            if scale is not None:
-                setattr(module, WEIGHT_SCALE, scale)
+            # Of Gemm: the weights of the layer have it.
+            alpha = step.attributes.get("alpha", 1.0)
+            assert isinstance(alpha, float | int)
+            if scale is not None and alpha > 0:
+                setattr(module, WEIGHT_SCALE, scale * alpha)
             name = f"layer_{self._num_modules}"
             self._num_modules += 1
             self.root.add_module(name, module)

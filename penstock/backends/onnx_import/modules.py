@@ -123,13 +123,22 @@ def _matmul(attributes: dict[str, object], known: Known) -> nn.Module | None:
 def _gemm(attributes: dict[str, object], known: Known) -> nn.Module | None:
     weight, bias = known[1], known[2] if len(known) > 2 else None
     assert isinstance(weight, torch.Tensor)
-    is_plain = not attributes.get("transA") and weight.is_floating_point()
-    if attributes.get("alpha", 1.0) != 1 or attributes.get("beta", 1.0) != 1 or not is_plain:
+    if attributes.get("transA") or not weight.is_floating_point():
         return None
     weight = weight if attributes.get("transB") else weight.t()
     if isinstance(bias, torch.Tensor) and tuple(bias.shape) != (weight.shape[0],):
         return None
-    return _linear(weight, bias if isinstance(bias, torch.Tensor) else None)
+    bias = bias if isinstance(bias, torch.Tensor) else None
+    return _linear(
+        _scaled(weight, attributes.get("alpha", 1.0)),
+        None if bias is None else _scaled(bias, attributes.get("beta", 1.0)),
+    )
+
+
+def _scaled(tensor: torch.Tensor, factor: object) -> torch.Tensor:
+    """Return the product; without a factor the tensor itself, which shares the file's memory."""
+    assert isinstance(factor, float | int)
+    return tensor if factor == 1 else tensor * factor
 
 
 def _layer_norm(attributes: dict[str, object], known: Known) -> nn.Module | None:

@@ -3,8 +3,9 @@
 16 bits hold no integers above 2,048 (FP16) or 256 (BF16), and FP16 nothing above 65,504. So these
 stay in FP32 up to where they meet a tensor of 16 bits: floats made of integers (positions, counts,
 timesteps), angles that are computed from an input, and sums over axes that arithmetic follows,
-such as those of a norm or of mean pooling. An input that becomes integers stays too. `casting`
-casts the graph around them.
+such as those of a norm or of mean pooling. An input that becomes integers stays too, and so do
+coordinates of images, whatever they are computed from, and numbers that a tiny constant keeps from
+being zero before a logarithm or a root. `casting` casts the graph around them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from enum import Flag, auto
 import torch
 from torch import fx, nn
 
-from penstock.backends.onnx_import import elementwise, indexing, matrices, reductions, shapes
+from penstock.backends.onnx_import import (
+    elementwise,
+    images,
+    indexing,
+    matrices,
+    reductions,
+    shapes,
+)
 from penstock.backends.onnx_import.importer import DTYPE, ON_HOST, device_of, take_item
 from penstock.backends.onnx_import.values import FLOAT_NUMBERS, Compute
 
@@ -61,11 +69,25 @@ AFTER_SUMS = {
         )
     ),
 }
+COMPARISONS = {
+    elementwise.ARITHMETIC[name].compute
+    for name in ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+}
 MEAN = reductions.OPERATORS["ReduceMean"].compute
 SUM = reductions.OPERATORS["ReduceSum"].compute
 OF_SQUARES: dict[Compute, Compute] = {
     MEAN: reductions.MEAN_OF_SQUARES,
     SUM: reductions.SUM_OF_SQUARES,
+}
+# Functions that keep numbers above a limit, and one whose results may be near zero.
+FLOORS = {torch.clamp, *(elementwise.ARITHMETIC[name].compute for name in ("Add", "Clip", "Max"))}
+SOFTMAX = elementwise.OPERATORS["Softmax"].compute
+# Functions that take coordinates, and scores to compare, at these positions. They compute in FP32.
+TAKES_WIDE: dict[object, tuple[int, ...]] = {
+    images.affine_grid: (0,),
+    images.grid_sample: (1,),
+    images.non_max_suppression: (0, 1),
+    images.roi_align: (1,),
 }
 # Key of an input that the graph takes in its own datatype, in `meta`.
 UNCAST = "penstock_uncast"
@@ -78,6 +100,8 @@ class Origin(Flag):
     INTEGER = auto()
     INPUT = auto()
     SUM = auto()
+    # An input that went through small linear layers.
+    LAYER = auto()
 
 
 Origins = dict[fx.Node, Origin]
@@ -100,15 +124,19 @@ def read_constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
-def keep_wide(module: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that stay in FP32, for a graph that is cast to 16 bits; layers and sums
-    among them become functions that compute so. Inputs among them are marked."""
+def keep_wide(module: fx.GraphModule, dtype: torch.dtype) -> set[fx.Node]:
+    """Return the nodes that stay in FP32, for a graph that is cast to a datatype of 16 bits; layers
+    and sums among them become functions that compute so. Inputs among them are marked."""
     origins = _origins(module)
     wide = {node for node, origin in origins.items() if _is_spoilt(node, origin)}
     wide |= {source for node in module.graph.nodes for source in _rounded(node, origins)}
+    wide |= {node for node in module.graph.nodes if _compares_inputs(node, origins)}
+    computed = _sources(module, _after_floors(module, dtype), origins)
+    wide |= computed | _constant_coordinates(module)
     for node in reversed(module.graph.nodes):
         if node in wide and not _is_sum(module, node, origins):
             wide.update(each for each in node.all_input_nodes if each in origins)
+    wide |= _widen_sources(module, computed - set(origins), wide)
     for node in list(module.graph.nodes):
         if node not in wide:
             continue
@@ -135,8 +163,110 @@ def _rounded(node: fx.Node, origins: Origins) -> Iterator[fx.Node]:
     """Yield what a cast to integers takes, if it follows from an input."""
     if node.target is elementwise.cast and node.meta.get(DTYPE) in WIDE_INTEGERS:
         for each in node.all_input_nodes:
-            if Origin.INPUT in origins.get(each, Origin.CONSTANT):
+            if _is_input(origins.get(each, Origin.CONSTANT)):
                 yield each
+
+
+def _is_input(origin: Origin) -> bool:
+    """Whether it follows from an input by no more than arithmetic."""
+    return Origin.INPUT in origin and Origin.LAYER not in origin
+
+
+def _compares_inputs(node: fx.Node, origins: Origins) -> bool:
+    """Whether it compares what follows from inputs by no more than arithmetic, such as numbers of
+    classes that are floats, with each other or with constants or integers."""
+    if node.target not in COMPARISONS or node.meta.get(ON_HOST):
+        return False
+    floats = [each for each in node.all_input_nodes if each.op != "get_attr" and is_float(each)]
+    spoilt = Origin.SUM | Origin.LAYER
+    is_known = all(not origins.get(each, spoilt) & spoilt for each in floats)
+    return is_known and any(_is_input(origins[each]) for each in floats)
+
+
+def takes_wide(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a function takes this value in FP32, whatever its other inputs are."""
+    positions = TAKES_WIDE.get(user.target, ())
+    return any(at < len(user.args) and user.args[at] is node for at in positions)
+
+
+def is_tiny(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return whether a single number is an epsilon; among many, small ones may as well be zeros."""
+    least = torch.finfo(dtype).smallest_normal
+    return (tensor != 0) & (tensor.abs() < least) & (tensor.numel() == 1)
+
+
+def constants_of(module: fx.GraphModule, node: fx.Node) -> Iterator[torch.Tensor]:
+    """Yield the floats that a node takes as constants."""
+    for each in (*node.args, *node.kwargs.values()):
+        if isinstance(each, float):
+            yield torch.tensor(each)
+    for each in node.all_input_nodes:
+        tensor = read_constant(module, each)
+        if tensor is not None and tensor.is_floating_point():
+            yield tensor
+
+
+def _after_floors(module: fx.GraphModule, dtype: torch.dtype) -> set[fx.Node]:
+    """Return logarithms and roots of numbers with a lower limit that 16 bits do not hold."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.target not in FLOORS or not is_float(node) or node.meta.get(ON_HOST):
+            continue
+        if any(bool(is_tiny(each, dtype).any()) for each in constants_of(module, node)):
+            found.update(each for each in node.users if each.target in (torch.log, torch.sqrt))
+    return found
+
+
+def _sources(module: fx.GraphModule, wanted: set[fx.Node], origins: Origins) -> set[fx.Node]:
+    """Return these nodes, the coordinates, and what they are computed from, back to the layers."""
+    movable = set(origins)
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not is_float(node) or node.meta.get(ON_HOST):
+            continue
+        is_lookup = node.target in LOOKUPS and read_constant(module, node.args[0]) is not None
+        is_item = node.target is take_item and node.args[0] not in movable
+        known = ARITHMETIC | MOVES | {images.affine_grid, SOFTMAX}
+        if node.target in known and not is_lookup and not is_item:
+            movable.add(node)
+    found = set(wanted)
+    for node in reversed(module.graph.nodes):
+        is_found = node.target is images.affine_grid or (node in found and node not in origins)
+        if is_found:
+            found.add(node)
+        sources = [each for each in node.all_input_nodes if is_found or takes_wide(node, each)]
+        found.update(each for each in sources if each in movable)
+    return found
+
+
+def _constant_coordinates(module: fx.GraphModule) -> set[fx.Node]:
+    """Put a node after each constant that is a coordinate, so that it is not cast; return them."""
+    made: set[fx.Node] = set()
+    for node in [each for each in module.graph.nodes if each.target in TAKES_WIDE]:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and takes_wide(node, source):
+                with module.graph.inserting_before(node):
+                    kept = module.graph.call_function(elementwise.widen, (source,))
+                kept.meta[DTYPE] = FLOAT_NUMBERS[2]
+                node.replace_input_with(source, kept)
+                made.add(kept)
+    return made
+
+
+def _widen_sources(module: fx.GraphModule, nodes: set[fx.Node], wide: set[fx.Node]) -> set[fx.Node]:
+    """Let these nodes take activations of 16 bits in FP32; return the new nodes."""
+    graph = module.graph
+    made: dict[fx.Node, fx.Node] = {}
+    for node in [each for each in graph.nodes if each in nodes]:
+        for source in node.all_input_nodes:
+            is_other = source.op == "get_attr" or source.target is device_of
+            if source in wide or is_other or source.meta.get(ON_HOST) or not may_be_float(source):
+                continue
+            if source not in made:
+                with graph.inserting_after(source):
+                    made[source] = graph.call_function(elementwise.widen, (source,))
+                made[source].meta[DTYPE] = FLOAT_NUMBERS[2]
+            node.replace_input_with(source, made[source])
+    return set(made.values())
 
 
 def _origins(module: fx.GraphModule) -> Origins:
@@ -144,10 +274,14 @@ def _origins(module: fx.GraphModule) -> Origins:
     for node in module.graph.nodes:
         if node.op == "placeholder" and is_float(node):
             found[node] = Origin.INPUT
-        elif node.op == "call_module" and _outer_layer(module, node) is not None:
+        elif node.op == "call_module" and (layer := _small_layer(module, node)) is not None:
             (source,) = node.all_input_nodes
-            if source in found and Origin.SUM not in found[source]:
-                found[node] = found[source]
+            given = found.get(source, Origin.SUM)
+            if layer.in_features == 1:
+                # An outer product.
+                found |= {} if Origin.SUM in given else {node: given}
+            elif given | Origin.LAYER == Origin.INPUT | Origin.LAYER:
+                found[node] = given | Origin.LAYER
         elif node.op == "call_function" and is_float(node) and not node.meta.get(ON_HOST):
             origin = _origin(module, node, found)
             if origin is None or Origin.INPUT in origin:
@@ -189,11 +323,13 @@ def _size(module: fx.GraphModule, node: fx.Node) -> int:
     return 0 if tensor is None else tensor.numel()
 
 
-def _outer_layer(module: fx.GraphModule, node: fx.Node) -> nn.Linear | None:
-    """Return a layer of one input channel: an outer product."""
+def _small_layer(module: fx.GraphModule, node: fx.Node) -> nn.Linear | None:
+    """Return a linear layer that may be computed in FP32."""
     layer = module.get_submodule(str(node.target))
-    is_one = type(layer) is nn.Linear and layer.in_features == 1 and len(node.args) == 1
-    return layer if is_one and layer.weight.dtype == torch.float32 else None
+    if type(layer) is not nn.Linear or len(node.args) != 1:
+        return None
+    is_small = layer.in_features == 1 or layer.weight.numel() <= MAX_PRODUCT
+    return layer if is_small and layer.weight.dtype == torch.float32 else None
 
 
 def _square(node: object) -> fx.Node | None:
@@ -231,15 +367,17 @@ def _widen_sum(node: fx.Node) -> None:
 
 
 def _as_product(module: fx.GraphModule, node: fx.Node) -> set[fx.Node]:
-    """Replace a layer of one input channel by arithmetic; return the new nodes."""
-    layer = _outer_layer(module, node)
+    """Replace a linear layer by arithmetic; return the new nodes."""
+    layer = _small_layer(module, node)
     assert layer is not None
     return set(_write_product(module, node, layer))
 
 
 def _write_product(module: fx.GraphModule, node: fx.Node, layer: nn.Linear) -> Iterator[fx.Node]:
     graph, made = module.graph, node.args[0]
-    parts = [(torch.mul, "weight", layer.weight[:, 0])]
+    is_outer = layer.in_features == 1
+    weight = layer.weight[:, 0] if is_outer else layer.weight.t()
+    parts = [(torch.mul if is_outer else torch.matmul, "weight", weight)]
     if layer.bias is not None:
         parts.append((torch.add, "bias", layer.bias))
     with graph.inserting_before(node):

@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from penstock.backends.onnx_import.importer import import_file, import_model
+from penstock.backends.onnx_import.importer import WEIGHT_SCALE, import_file, import_model
 from penstock.backends.onnx_import.patterns import fuse_patterns
 from penstock.errors import ConfigError
 from penstock.types import Array
@@ -427,3 +427,70 @@ def test_no_rows_keep_the_other_sizes() -> None:
     for rows in (0, 4):
         (found,) = import_model(model).module(torch.ones(rows, 2, 3))
         assert found.shape == (rows, 6)
+
+
+def test_nodes_in_any_order() -> None:
+    """As some converters write them: a cast of the input is the last node."""
+    branch = helper.make_graph(
+        [helper.make_node("Neg", ["less"], ["out"]), helper.make_node("Sub", ["b", "b"], ["less"])],
+        "then",
+        [],
+        [helper.make_tensor_value_info("out", FLOAT, None)],
+    )
+    nodes = [
+        helper.make_node("Add", ["b", "chosen"], ["y"]),
+        helper.make_node("If", ["yes"], ["chosen"], then_branch=branch, else_branch=branch),
+        helper.make_node("Mul", ["a", "a"], ["b"]),
+        helper.make_node("Relu", ["x"], ["a"]),
+    ]
+    model = make(nodes, {"x": ["n", 2]}, weights={"yes": np.array(True)})
+    x = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    (found,) = import_model(model).module(x)
+    assert found.tolist() == [[1, 0], [9, 16]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        (
+            [
+                helper.make_node("Add", ["x", "b"], ["a"], name="first"),
+                helper.make_node("Relu", ["a"], ["b"], name="second"),
+                helper.make_node("Neg", ["b"], ["y"]),
+            ],
+            "takes its own result",
+        ),
+        ([helper.make_node("Add", ["x", "gone"], ["y"], name="sum")], "takes the tensor 'gone'"),
+        ([helper.make_node("Relu", ["x"], ["z"])], "no node makes the output 'y'"),
+    ],
+)
+def test_broken_graphs(nodes: list[onnx.NodeProto], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        import_model(make(nodes, {"x": ["n", 2]}))
+
+
+@pytest.mark.parametrize("factors", [{"alpha": 0.5}, {"beta": 2.0}, {"alpha": -3.0, "beta": 0.0}])
+@pytest.mark.parametrize("is_turned", [0, 1])
+def test_factors_of_gemm_are_part_of_the_layer(factors: dict[str, float], is_turned: int) -> None:
+    random = np.random.default_rng(0)
+    weights = {"w": random.random((8, 8), np.float32), "c": random.random(8, np.float32)}
+    node = helper.make_node("Gemm", ["x", "w", "c"], ["y"], transB=is_turned, **factors)
+    model = make([node], {"x": ["n", 8]}, weights=weights)
+    model.ir_version = 8
+    assert kinds(model) == ["Linear"]
+    x = random.random((3, 8), np.float32)
+    (found,) = import_model(model).module(torch.from_numpy(x))
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(found.numpy(), session.run(None, {"x": x})[0], rtol=1e-5, atol=1e-6)
+
+
+def test_scale_of_int8_weights_has_the_factor_of_gemm() -> None:
+    values = np.arange(-32, 32, dtype=np.int8).reshape(8, 8)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["q", "scale"], ["w"]),
+        helper.make_node("Gemm", ["x", "w"], ["y"], transB=1, alpha=0.5),
+    ]
+    weights = {"q": values, "scale": np.array(0.25, np.float32)}
+    module = import_model(make(nodes, {"x": ["n", 8]}, weights=weights)).module
+    layer = module.get_submodule("layer_0")
+    assert (layer.weight / getattr(layer, WEIGHT_SCALE)).tolist() == values.tolist()

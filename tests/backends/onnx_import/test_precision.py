@@ -350,3 +350,202 @@ def test_nothing_is_added_to_an_image_network() -> None:
         module = imported.module.half()
         (found,) = module(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
     assert found.dtype == torch.float16
+
+
+SIDE = 224
+
+
+def grid(kind: str) -> tuple[list[onnx.NodeProto], dict[str, Array], dict[str, Array]]:
+    """A grid for GridSample: nodes, inputs, weights."""
+    places = (random.random((2, 20, 20, 2)) * 2 - 1).astype(np.float32)
+    theta = np.array([[[1, 0.1, 0], [-0.1, 0.9, 0.05]]] * 2, np.float32)
+    size = {"size": np.array([2, 3, 20, 20])}
+    match kind:
+        case "input":
+            return [], {"grid": places}, {}
+        case "constant":
+            return [], {}, {"grid": places}
+        case "arithmetic":
+            nodes = [
+                node("Mul", ["pixels", "two"], ["doubled"]),
+                node("Sub", ["doubled", "one"], ["grid"]),
+            ]
+            numbers = {"two": np.float32(2 / SIDE), "one": np.float32(1)}
+            return nodes, {"pixels": (places + 1) * (SIDE / 2)}, numbers
+        case "offsets":
+            # Offsets of a layer, added to where each pixel is.
+            nodes = [
+                node("MatMul", ["hidden", "matrix"], ["predicted"]),
+                node("Mul", ["predicted", "small"], ["offsets"]),
+                node("Add", ["base", "offsets"], ["grid"]),
+            ]
+            weights = {"matrix": floats(8, 2), "small": np.float32(1e-3), "base": places}
+            return nodes, {"hidden": floats(2, 20, 20, 8)}, weights
+        case "theta":
+            nodes = [node("AffineGrid", ["theta", "size"], ["grid"])]
+            return nodes, {"theta": theta}, size
+        case _:
+            # The matrix is that of a layer, around the identity.
+            nodes = [
+                node("MatMul", ["hidden", "matrix"], ["flat"]),
+                node("Reshape", ["flat", "shape"], ["offset"]),
+                node("Add", ["offset", "base"], ["theta"]),
+                node("AffineGrid", ["theta", "size"], ["grid"]),
+            ]
+            weights = {"matrix": floats(8, 6) * 1e-3, "base": theta, "shape": np.array([2, 2, 3])}
+            return nodes, {"hidden": floats(2, 8)}, weights | size
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "kind", ["input", "constant", "arithmetic", "offsets", "theta", "predicted"]
+)
+def test_coordinates_of_grid_sample(kind: str, dtype: torch.dtype) -> None:
+    nodes, inputs, weights = grid(kind)
+    small = torch.from_numpy(floats(2, 3, 8, 8))
+    image = nn.functional.interpolate(small, (SIDE, SIDE), mode="bicubic").numpy()
+    inputs = {"x": image, **inputs}
+    model = build([*nodes, node("GridSample", ["x", "grid"], ["y"])], inputs, weights)
+    model.opset_import[0].version = 20
+    model.graph.node[-1].attribute.append(helper.make_attribute("mode", "linear"))
+    model.ir_version = 9
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+def some_boxes(count: int) -> Array:
+    corner = random.random((count, 2)) * 600
+    return np.concatenate([corner, corner + 16 + random.random((count, 2)) * 80], -1).astype(
+        np.float32
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_boxes_of_roi_align(is_scaled: bool, dtype: torch.dtype) -> None:
+    inputs = {"x": floats(2, 4, 44, 44), "rois": some_boxes(6), "rows": np.array([0, 1] * 3)}
+    nodes = [node("Mul", ["rois", "scale"], ["boxes"])] if is_scaled else []
+    align = {"output_height": 5, "output_width": 7, "sampling_ratio": 2, "spatial_scale": 1 / 16}
+    last = node("RoiAlign", ["x", "boxes" if is_scaled else "rois", "rows"], ["y"], **align)
+    weights = {"scale": np.array([0.97, 1.01, 0.97, 1.01], np.float32)} if is_scaled else {}
+    model = build([*nodes, last], inputs, weights)
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_boxes_and_scores_of_suppression(is_scaled: bool, dtype: torch.dtype) -> None:
+    """The chosen boxes are those of FP32."""
+    logits = random.standard_normal((1, 3, 200)).astype(np.float32)
+    inputs = {"boxes": some_boxes(200)[None], "logits": logits}
+    weights = {"most": np.array([50]), "overlap": np.float32(0.3), "least": np.float32(0.5)}
+    nodes = [node("Sigmoid", ["logits"], ["scores"])]
+    if is_scaled:
+        nodes.append(node("Mul", ["boxes", "scale"], ["scaled"]))
+        weights["scale"] = np.array([0.97, 1.01, 0.97, 1.01], np.float32)
+    names = ["scaled" if is_scaled else "boxes", "scores", "most", "overlap", "least"]
+    nodes += [
+        node("NonMaxSuppression", names, ["chosen"]),
+        node("Cast", ["chosen"], ["y"], to=FLOAT),
+    ]
+    model = build(nodes, inputs, weights)
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_input_beside_coordinates(dtype: torch.dtype) -> None:
+    """Other users of an input that holds coordinates take 16 bits."""
+    nodes, inputs, weights = grid("input")
+    inputs |= {"x": floats(2, 3, 16, 16)}
+    nodes += [
+        node("GridSample", ["x", "grid"], ["sampled"]),
+        node("MatMul", ["grid", "matrix"], ["more"]),
+        node("Transpose", ["more"], ["turned"], perm=[0, 3, 1, 2]),
+        node("Add", ["sampled", "turned"], ["y"]),
+    ]
+    model = build(nodes, inputs, weights | {"matrix": floats(2, 3)})
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+    assert run(model, inputs, dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["matmul", "gemm", "layers"])
+def test_sines_of_small_products_of_an_input(kind: str, dtype: torch.dtype) -> None:
+    """Fourier features, and a network whose activations are sines."""
+    inputs = {"x": floats(16, 3)}
+    weights = {"matrix": floats(3, 64) * 10, "bias": floats(64), "more": floats(64, 64)}
+    nodes = {
+        "matmul": [node("MatMul", ["x", "matrix"], ["angle"])],
+        "gemm": [node("Gemm", ["x", "matrix", "bias"], ["angle"])],
+        "layers": [
+            node("Gemm", ["x", "matrix", "bias"], ["first"]),
+            node("Sin", ["first"], ["turned"]),
+            node("MatMul", ["turned", "more"], ["angle"]),
+        ],
+    }[kind]
+    nodes.append(node("Sin", ["angle"], ["y"]))
+    used = {name for each in nodes for name in each.input}
+    model = build(nodes, inputs, {name: each for name, each in weights.items() if name in used})
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+
+
+def test_large_products_are_cast() -> None:
+    inputs = {"x": floats(2, 512)}
+    nodes = [node("MatMul", ["x", "matrix"], ["angle"]), node("Sin", ["angle"], ["y"])]
+    graph = import_model(build(nodes, inputs, {"matrix": floats(512, 512)}))
+    retype(graph, torch.float16)
+    assert not any(each.meta.get(UNCAST) for each in graph.module.graph.nodes)
+    assert isinstance(graph.module.get_submodule("layer_0"), nn.Linear)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("Equal", np.arange(4000, dtype=np.float32)),
+        ("Less", np.arange(4000, dtype=np.float32) + 0.5),
+        ("Equal", np.float32(3000)),
+    ],
+)
+def test_comparisons_of_inputs(name: str, limits: Array, dtype: torch.dtype) -> None:
+    inputs = {"x": np.array([[[257], [1025]], [[3001], [3000]]], np.float32)}
+    nodes = [
+        node(name, ["x", "limits"], ["found"]),
+        node("Cast", ["found"], ["y"], to=FLOAT),
+    ]
+    model = build(nodes, inputs, {"limits": limits})
+    assert error(model, inputs, dtype) == 0
+    assert run(model, inputs, dtype).dtype == dtype
+
+
+def test_comparisons_of_activations_are_cast() -> None:
+    """A layer before a comparison stays a layer."""
+    nodes = [
+        node("MatMul", ["x", "matrix"], ["hidden"]),
+        node("Greater", ["hidden", "zero"], ["found"]),
+        node("Where", ["found", "hidden", "zero"], ["y"]),
+    ]
+    inputs = {"x": floats(4, 8)}
+    weights = {"matrix": floats(8, 8), "zero": np.float32(0)}
+    graph = import_model(build(nodes, inputs, weights))
+    retype(graph, torch.float16)
+    assert not any(each.meta.get(UNCAST) for each in graph.module.graph.nodes)
+    assert isinstance(graph.module.get_submodule("layer_0"), nn.Linear)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["add", "clip", "max", "root"])
+def test_tiny_limits_before_logarithms_and_roots(kind: str, dtype: torch.dtype) -> None:
+    """FP16 has no 1e-8."""
+    inputs = {"x": floats(4, 600)}
+    weights = {"matrix": floats(600, 128) / 4, "least": np.float32(1e-8)}
+    names = ["likely", "least"]
+    limit = {"clip": node("Clip", names, ["kept"]), "max": node("Max", names, ["kept"])}
+    nodes = [
+        node("MatMul", ["x", "matrix"], ["logits"]),
+        node("Softmax", ["logits"], ["likely"]),
+        limit.get(kind, node("Add", names, ["kept"])),
+        node("Sqrt" if kind == "root" else "Log", ["kept"], ["y"]),
+    ]
+    model = build(nodes, inputs, weights)
+    assert error(model, inputs, dtype) < TOLERANCES[dtype]
+    assert run(model, inputs, dtype).dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
