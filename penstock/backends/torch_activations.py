@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from penstock.backends.torch_aliasing import operands_of
 from penstock.kernels.activation import (
     GELU,
     GELU_TANH,
@@ -23,8 +24,8 @@ from penstock.kernels.activation import (
     Activation,
 )
 
-MULTIPLY = {operator.mul, operator.imul, torch.mul}
-MULTIPLY_METHODS = {"mul", "mul_", "__mul__", "__imul__"}
+MULTIPLY: set[object] = {operator.mul, operator.imul, torch.mul}
+MULTIPLY_METHODS: set[object] = {"mul", "mul_", "__mul__", "__imul__"}
 MULTIPLY_IN_PLACE = {operator.imul, "mul_", "__imul__"}
 IN_PLACE = "inplace"
 MODULES: Mapping[type[nn.Module], Callable[[nn.Module], Activation | None]] = {
@@ -118,11 +119,7 @@ def activation_of(module: nn.Module, node: fx.Node) -> Activation | None:
 
 def factors_of(node: fx.Node) -> tuple[object, object] | None:
     """Return both factors if the node multiplies two values."""
-    is_function = node.op == "call_function" and node.target in MULTIPLY
-    is_method = node.op == "call_method" and node.target in MULTIPLY_METHODS
-    if not (is_function or is_method) or node.kwargs or len(node.args) != 2:
-        return None
-    return node.args[0], node.args[1]
+    return operands_of(node, MULTIPLY, MULTIPLY_METHODS)
 
 
 def restore(module: fx.GraphModule) -> int:

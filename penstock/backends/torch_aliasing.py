@@ -20,14 +20,31 @@ FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator
 FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
 IN_PLACE_FUNCTIONS = {getattr(operator, name) for name in IN_PLACE_NAMES.split()}
 IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
-ADD_FUNCTIONS, ADD_METHODS = {operator.add, torch.add}, {"add", "__add__"}
-ADD_IN_PLACE = {operator.iadd, "add_", "__iadd__"}
+ADD_FUNCTIONS: set[object] = {operator.add, torch.add}
+ADD_METHODS: set[object] = {"add", "__add__"}
+ADD_IN_PLACE: set[object] = {operator.iadd, "add_", "__iadd__"}
 NO_MODULE = nn.Module()
 
 
 def called_module(traced: nn.Module, node: fx.Node) -> nn.Module:
     """Return the module that a node calls; NO_MODULE if it calls none."""
     return traced.get_submodule(str(node.target)) if node.op == "call_module" else NO_MODULE
+
+
+def operands_of(
+    node: fx.Node, functions: set[object], methods: set[object]
+) -> tuple[object, object] | None:
+    """Return both operands if the node calls one of these with two values."""
+    is_function = node.op == "call_function" and node.target in functions
+    is_method = node.op == "call_method" and node.target in methods
+    if not (is_function or is_method) or node.kwargs or len(node.args) != 2:
+        return None
+    return node.args[0], node.args[1]
+
+
+def summands_of(node: fx.Node) -> tuple[object, object] | None:
+    """Return both summands if the node adds two values to new memory."""
+    return operands_of(node, ADD_FUNCTIONS, ADD_METHODS)
 
 
 def has_no_hooks(module: nn.Module) -> bool:
@@ -63,9 +80,7 @@ class GraphMemory:
         one, other = node.args
         if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
             return None
-        is_function = node.op == "call_function" and node.target in ADD_FUNCTIONS
-        is_method = node.op == "call_method" and node.target in ADD_METHODS
-        is_new = is_function or is_method
+        is_new = summands_of(node) is not None
         if not is_new and node.target in ADD_IN_PLACE and node.op.startswith("call"):
             is_new = len(one.users) == 1 and self.is_fresh(one)
         return (one, other) if is_new else None

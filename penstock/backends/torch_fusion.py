@@ -24,7 +24,15 @@ from torch.nn import functional
 
 from penstock.backends.checks import read_code
 from penstock.backends.torch_activations import activation_of, factors_of, restore
-from penstock.backends.torch_aliasing import NO_MODULE, GraphMemory, called_module, has_no_hooks
+from penstock.backends.torch_aliasing import (
+    ADD_IN_PLACE,
+    NO_MODULE,
+    GraphMemory,
+    called_module,
+    has_no_hooks,
+    operands_of,
+    summands_of,
+)
 from penstock.backends.torch_norms import fuse_norms, is_by_channel
 from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.backends.torch_transformer import fuse_layers
@@ -57,8 +65,6 @@ DROPPED_FUNCTIONS = {
 }
 POOL_FUNCTIONS = {functional.adaptive_avg_pool2d, torch.ops.aten.adaptive_avg_pool2d.default}
 MEAN_FUNCTIONS = {torch.mean, torch.ops.aten.mean.dim, "mean"}
-ADD_FUNCTIONS = {operator.add, operator.iadd, torch.add}
-ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
 # TunedLayer layers, as facts name them.
 KINDS = ("convolutions", "linear layers", "norms", "attentions", "gates", "layers in INT8")
 # Sizes of a pool's output that mean one pixel.
@@ -420,13 +426,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
     """Return what the node adds to `conv`, or None. An in-place add must write to conv's result."""
-    is_call = node.op == "call_function" and node.target in ADD_FUNCTIONS
-    is_method = node.op == "call_method" and node.target in ADD_METHODS
-    if not (is_call or is_method) or node.kwargs or len(node.args) != len(("one", "other")):
-        return None
-    one, other = node.args
-    is_in_place = node.target in (operator.iadd, "add_", "__iadd__")
-    if other is conv and not is_in_place:
+    in_place = operands_of(node, ADD_IN_PLACE, ADD_IN_PLACE)
+    one, other = in_place or summands_of(node) or (None, None)
+    if other is conv and in_place is None:
         one, other = other, one
     is_pair = one is conv and other is not conv and isinstance(other, fx.Node)
     # Kernels add whole images only.

@@ -19,14 +19,18 @@ from torch.nn import functional
 
 from penstock.backends.onnx_import import layers, shapes
 from penstock.backends.torch_activations import activation_of, factors_of
-from penstock.backends.torch_aliasing import GraphMemory, called_module, has_no_hooks
+from penstock.backends.torch_aliasing import (
+    ADD_IN_PLACE,
+    GraphMemory,
+    called_module,
+    has_no_hooks,
+    operands_of,
+    summands_of,
+)
 from penstock.kernels.activation import Activation
 from penstock.kernels.convolution import IMAGE_RANK, Tuner
 from penstock.kernels.image_norm import ImageNorm
 
-ADD_FUNCTIONS = {operator.add, torch.add}
-ADD_METHODS = {"add", "__add__"}
-ADD_IN_PLACE = {operator.iadd, "add_", "__iadd__"}
 aten = torch.ops.aten
 UNSQUEEZE = {torch.unsqueeze, aten.unsqueeze.default, shapes.unsqueeze, "unsqueeze"}
 RESHAPE = {torch.reshape, aten.view.default, aten.reshape.default, shapes.reshape}
@@ -170,7 +174,7 @@ class _NormFuser:
         weight = self._by_channel(chain, factors_of)
         if weight is not None:
             chain = replace(chain, nodes=[*chain.nodes, _only_user(back)], weight=weight)
-        bias = self._by_channel(chain, _summands)
+        bias = self._by_channel(chain, summands_of)
         if bias is not None:
             chain = replace(chain, nodes=[*chain.nodes, _only_user(chain.nodes[-1])], bias=bias)
         counts = {len(each) for each in (weight, bias) if each is not None}
@@ -201,7 +205,7 @@ class _NormFuser:
 
     def _with_addition(self, chain: _NormChain) -> _NormChain | None:
         total = chain.x
-        one, other = _summands(total) or self._summed_in_place(total) or (None, None)
+        one, other = summands_of(total) or self._summed_in_place(total) or (None, None)
         if is_by_channel(one) and total.target not in ADD_IN_PLACE:
             one, other = other, one
         is_whole = isinstance(one, fx.Node) and is_by_channel(other) and len(total.users) == 1
@@ -211,10 +215,7 @@ class _NormFuser:
 
     def _summed_in_place(self, node: fx.Node) -> tuple[object, object] | None:
         """Return what a node adds to memory that nothing else reads."""
-        is_call = node.op in ("call_function", "call_method") and node.target in ADD_IN_PLACE
-        if not is_call or node.kwargs or len(node.args) != 2:
-            return None
-        one, other = node.args
+        one, other = operands_of(node, ADD_IN_PLACE, ADD_IN_PLACE) or (None, None)
         is_alone = isinstance(one, fx.Node) and len(one.users) == 1 and self._memory.is_fresh(one)
         return (one, other) if is_alone else None
 
@@ -258,15 +259,6 @@ def _only_user(node: fx.Node | None, target: Callable[..., object] | None = None
         return None
     user = next(iter(node.users))
     return user if target is None or user.target is target else None
-
-
-def _summands(node: fx.Node) -> tuple[object, object] | None:
-    """Return both summands if the node adds two values to new memory."""
-    is_function = node.op == "call_function" and node.target in ADD_FUNCTIONS
-    is_method = node.op == "call_method" and node.target in ADD_METHODS
-    if not (is_function or is_method) or node.kwargs or len(node.args) != 2:
-        return None
-    return node.args[0], node.args[1]
 
 
 def _is_grouped(grouped: list[int], back: object, x: object) -> bool:
