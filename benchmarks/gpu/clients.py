@@ -30,7 +30,7 @@ class Clients:
     model: LocalModel
     rows: Sequence[Arrays]
     num_sent: int = 0
-    # Of answers, in seconds, and when they came.
+    # For each answer: how long it took, and when it came, in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     _is_over: bool = False
@@ -127,6 +127,6 @@ def batches_of(model: LocalModel) -> tuple[int, int]:
 
 
 def as_served(config: ModelConfig, max_batch: int) -> ModelConfig:
-    """In batches of up to so many rows; one: each request by itself."""
+    """Return the configuration with batches of at most `max_batch` rows; 1: no batching."""
     batching = replace(config.batching, max_batch_size=max_batch, is_dynamic=max_batch > 1)
     return replace(config, max_batch_size=max_batch, batching=batching)

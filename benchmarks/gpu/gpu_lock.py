@@ -1,7 +1,7 @@
 """Processes that share a GPU and take turns: one measures alone, several compile together.
 
 A lock file says who may (`flock`). Importing and loading need none. Compiling takes it together
-with others: it is the CPU that is busy, and nobody measures meanwhile. Measuring and timing of
+with others: it keeps the CPU busy, and no process measures meanwhile. Measuring and timing of
 kernels take it alone. A child that takes too long ends itself; waiting for others does not count.
 """
 

@@ -23,8 +23,8 @@ from penstock.backends import Batch
 NUM_COMPARED = 8
 # The first is tuned and captured, the second replays it.
 NUM_WARM = 3
-# A rate is the median of so many parts: another process that loads disturbs one of them. Fewer
-# where a batch takes long.
+# A rate is the median of NUM_PARTS parts, because a process that loads a model disturbs one of
+# them; slow batches have FEW_PARTS.
 NUM_PARTS, FEW_PARTS = 5, 3
 Arrays = dict[str, np.ndarray]
 

@@ -46,9 +46,10 @@ class Technique:
     is_int8: bool = False
     # Loaded for each batch size by itself, as a compiler that times kernels needs it.
     is_fixed: bool = False
-    # Of the process, in seconds, where it needs more than others.
+    # Time limit of the process in seconds; 0: the default.
     limit_s: float = 0.0
-    # Served in this process to so many clients, in batches of up to so many rows.
+    # Number of clients that the model is served to, in batches of at most `max_batch` rows; 0: it
+    # is not served.
     num_clients: int = 0
     max_batch: int = 0
 
@@ -114,8 +115,8 @@ def autotuned(options: Mapping[str, str]) -> dict[str, Technique]:
 
 
 def for_images(fuse: str, max_batch: int = MAX_BATCH) -> dict[str, Technique]:
-    """Of a convolutional network; a server's batches have up to so many rows. The first is what
-    answers are compared with."""
+    """Return the techniques for a convolutional network, served in batches of at most `max_batch`
+    rows. Answers are compared with those of the first."""
     fused = {**HALF, "penstock.fuse": fuse}
     graphed = Technique({**fused, **GRAPHS}, "FP16")
     last_graphed = Technique({**LAST, **GRAPHS}, "FP16")

@@ -58,7 +58,7 @@ BERT = "bert-large"
 NAMES = sorted({BERT, *(name.replace("_", "-") for name in MODELS)})
 ALL = ("resnet50", BERT, "vit-b", "efficientnet-b0", "detector")
 WORK = ROOT / ".bench" / "gpu"
-# Of a rate; of clients, whose GPU tells what it did in the last second.
+# Duration of a measurement, and of one with clients: a GPU reports its use of the last second.
 SECONDS, TINY_SECONDS, SERVED_S = 0.4, 0.05, 2.0
 # Images that ranges are found with, and rows that clients send in turns.
 NUM_CALIBRATED, NUM_ROWS = 4, 16
@@ -306,7 +306,7 @@ def run(args: argparse.Namespace) -> None:
 
     left = run_all(tasks, begin, done, args.jobs, began + args.seconds)
     for task in left:
-        print(f"{task.model}: {task.name}: no time left; the same command goes on", flush=True)
+        print(f"{task.model}: {task.name}: no time left; run the same command again", flush=True)
     for results in opened.values():
         show(results.found)
 

@@ -285,8 +285,8 @@ def gains(found: Found) -> list[Gain]:
 
 
 def best_gain(found: Found, technique: str) -> Gain | None:
-    """Of the steps of a technique the one that gave most; dynamic batching as a server does it
-    where that was measured."""
+    """Return the step of a technique that gained most; for dynamic batching that of a server, if it
+    was measured."""
     own = [each for each in gains(found) if each.technique == technique]
     served = [each for each in own if SERVED_IN_BATCHES in each.label]
     return max(served or own, key=lambda each: each.best, default=None)

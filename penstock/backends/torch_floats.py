@@ -37,7 +37,7 @@ def _floats(values: object) -> list[torch.Tensor]:
 
 def find_kept(graph: fx.GraphModule, keep: Collection[str]) -> set[str]:
     """Return the layers and functions of an imported graph with these names: their own, or those of
-    the file's nodes that they compute. ConfigError if a name is none of these."""
+    the file's nodes that they compute. ConfigError for a name that is unknown."""
     own: dict[str, set[str]] = {}
     for node in graph.graph.nodes:
         if node.op not in ("call_function", "call_module") or node.meta.get(ON_HOST):

@@ -320,7 +320,7 @@ def _share_inputs(traced: fx.GraphModule) -> int:
 def _with_sum(
     traced: fx.GraphModule, name: str, total: fx.Node, added: tuple[fx.Node, fx.Node]
 ) -> fx.Node:
-    """Let a quantiser add, too, what it is the norm of; return what it gives linear layers."""
+    """Let a quantiser compute the sum before its norm as well; return its quantised result."""
     graph = traced.graph
     with graph.inserting_after(total):
         both = graph.call_module(name, added)

@@ -135,7 +135,7 @@ def cast_graph(graph: ImportedGraph, dtype: torch.dtype, keep: Collection[str] =
     kept = with_constants(graph.module, found)
     retype(graph, dtype, kept)
     unmix(graph.module, dtype, kept)
-    # What is exact anyway may have been replaced.
+    # Nodes that are exact in 16 bits may have been replaced.
     left = {node.name for node in graph.module.graph.nodes}
     left.update(name for name, _ in graph.module.named_modules())
     graph.kept.update(found & left)

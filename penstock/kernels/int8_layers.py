@@ -164,7 +164,7 @@ class Int8Layer(TunedLayer):
 
     @property
     def _zero(self) -> float:
-        """What is added after an activation: the zeros of the output, and of a residual."""
+        """The number added after an activation: the zero points of the output and of a residual."""
         shape = self.shape
         zero = 0.0 if shape.out is None else float(shape.out.zero)
         if shape.adds_last and shape.added is not None:

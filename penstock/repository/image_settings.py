@@ -163,7 +163,7 @@ def _resize(text: str, size: tuple[int, int]) -> tuple[tuple[int, int] | None, i
         raise ConfigError(f"resize: '{text}': {RESIZES}")
     height, width = size
     given = [int(edge) for edge in found.groups() if edge]
-    # Of a shortest edge, the other one depends on the image.
+    # If the shortest edge is given, the other one depends on the image.
     least = [min(size)] if found["shortest"] else list(size)
     if any(edge < needed for edge, needed in zip(given, least, strict=True)):
         border = "every image would get a black border"

@@ -134,7 +134,7 @@ class TestOutage:
 
 
 def test_room_is_what_the_prediction_would_admit() -> None:
-    """Whatever happened before: never more, and of requests of the usual size not less."""
+    """It never admits more, and for requests of the usual size it admits as many."""
     drawn = random.Random(3)
     limit, now, num_room, num_without = make(0.5), 0.0, 0, 0
     for _ in range(4000):

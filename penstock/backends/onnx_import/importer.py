@@ -564,7 +564,7 @@ class _Emitter:
             module = build_module(step.op_type, step.attributes, self._read_constants(step))
         if module is not None:
             scale = self.flat.weight_scales.get(step.inputs[1] if len(step.inputs) > 1 else "")
-            # Of Gemm: the weights of the layer have it.
+            # The layer's weights have Gemm's alpha in them.
             alpha = step.attributes.get("alpha", 1.0)
             assert isinstance(alpha, float | int)
             if scale is not None and alpha > 0:
