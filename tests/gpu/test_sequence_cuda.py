@@ -43,6 +43,26 @@ class Repeated(nn.Module):
 
 factory = Repeated
 """
+# Kernels whose blocks take every thread of the GPU, so that others wait for their turn. Matrix
+# products leave room for small kernels beside them.
+FULL = """
+import torch
+from torch import nn
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear({width}, {width})
+
+    def forward(self, x):
+        for _ in range({num_layers}):
+            x = torch.tanh(x)
+        return x + self.layer.bias
+
+
+factory = Repeated
+"""
 # A row takes 16 MiB for each of its copies; the process may have a hundredth of an H200.
 HUNGRY = """
 import torch
@@ -150,7 +170,7 @@ def p99_ms(quick: Runner, heavy: Runner, row: Batch, rows: Batch) -> float:
 
 
 # Enough blocks for many waves: a priority decides who comes next, not who is interrupted.
-NUM_HEAVY = 16384
+NUM_HEAVY = 8192
 
 
 def test_a_model_of_high_priority_does_not_wait_for_one_of_low(tmp_path: Path) -> None:
@@ -159,7 +179,9 @@ def test_a_model_of_high_priority_does_not_wait_for_one_of_low(tmp_path: Path) -
     for high, low in (("normal", "normal"), ("high", "low")):
         graphs = {"cuda_graphs": "on"}
         small = written(tmp_path / high, 512, 16, stream_priority=high, **graphs)
-        large = written(tmp_path / f"{low}2", 4096, 16, NUM_HEAVY, stream_priority=low, **graphs)
+        large = written(
+            tmp_path / f"{low}2", 4096, 100, NUM_HEAVY, FULL, stream_priority=low, **graphs
+        )
         quick, heavy = opened(small), opened(large)
         rows = drawn(large, NUM_HEAVY)
         heavy.pin(memoryview(rows.inputs["x"]).cast("B"))
