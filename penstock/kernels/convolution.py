@@ -470,7 +470,8 @@ class Convolution(TunedLayer):
         is_whole = self.default == "cudnn" and (residual is None or not self.adds_last)
         if self.default == "cudnn":
             found["cudnn"] = self._cudnn
-        if self.weight.shape[2:] == (1, 1) and self.geometry == ConvGeometry():
+        # Windows side by side, of one pixel or a patch, are rows of a matrix.
+        if self.geometry == ConvGeometry(stride=tuple(self.weight.shape[2:])):
             found["cublas"] = self._cublas
         if not has_triton() or x.dtype not in TOLERANCE or not self._is_addressable(x):
             return found
@@ -528,12 +529,15 @@ class Convolution(TunedLayer):
         return pointwise.finish(last(y), self._epilogue(residual))
 
     def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        rows = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-        batch, _, high, wide = x.shape
+        batch, _, high, wide = self._out_shape(x)
+        size_h, size_w = self.weight.shape[2:]
+        pixels = x[:, :, : high * size_h, : wide * size_w].permute(0, 2, 3, 1)
+        patches = pixels.unflatten(2, (wide, size_w)).unflatten(1, (high, size_h)).transpose(2, 3)
+        weight = self.weight.permute(0, 2, 3, 1).flatten(1)
         added = None
         if residual is not None:
             added = residual.permute(0, 2, 3, 1).reshape(-1, len(self.weight))
-        y = self._product(rows, self.weight.flatten(1).t(), added)
+        y = self._product(patches.reshape(batch * high * wide, -1), weight.t(), added)
         return y.view(batch, high, wide, -1).permute(0, 3, 1, 2)
 
     def _product(

@@ -61,6 +61,8 @@ LAYERS = {
     "1x1 without relu": {"act": None},
     "1x1 with silu": {"act": SILU},
     "1x1 with relu before the sum": {"last": True},
+    "patches": {"channels": 3, "size": 4, "stride": (4, 4), "act": None},
+    "patches that leave a border": {"size": 3, "stride": (3, 3), "last": True},
     "3x3": {"size": 3, "padding": (1, 1)},
     "3x3 by two": {"size": 3, "padding": (1, 1), "stride": (2, 2)},
     "few channels": {"channels": 3, "size": 7, "padding": (3, 3), "stride": (2, 2)},
@@ -85,7 +87,7 @@ def test_all_implementations_agree(name, has_residual):
     runs = layer.implementations(x, residual)
     for run in runs.values():
         assert torch.allclose(run(x, residual), wanted, atol=2e-2, rtol=1e-3)
-    expected = {"torch"} | ({"cublas"} if name.startswith("1x1") else set())
+    expected = {"torch"} | ({"cublas"} if name.startswith(("1x1", "patches")) else set())
     if HAS_TRITON:
         steps = layer.bias is not None or layer.activation is not None or has_residual
         expected |= ({"triton"} - ({"triton"} if name in OTHERS else set())) | (
