@@ -228,7 +228,8 @@ class Int8Layer(TunedLayer):
             depth = math.prod(self.packed.shape[1:])
             # A block of one pixel is too short for a GEMM by itself.
             has_pairs = self._out_shape(x)[-1] % 2 == 0 and window.stride[0] > 1
-            for tile in int8_triton.stem_tiles(num_rows, out, depth, has_pairs=has_pairs):
+            rest = math.prod(self.pairs_rest.shape[1:]) if has_pairs else 0
+            for tile in int8_triton.stem_tiles(num_rows, out, depth, rest):
                 found[f"triton stem {tile}"] = partial(self._by_stem, tile, window)
             return found
         is_flat = window.size == window.stride == (1, 1) and window.padding == (0, 0)

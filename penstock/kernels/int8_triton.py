@@ -33,6 +33,8 @@ MAX_SHORT_SUM, MAX_INPUT = 2**22, 128
 # Rows of a stem's window, at least, so that a dot product has 32 values; blocks of a program that
 # packs an image.
 MIN_STEM_ROWS, PACK_BLOCKS = 4, 256
+# Shared memory of one program on sm_90.
+MAX_SHARED_BYTES = 232448
 # Ends of rows that a tile of a stem counts.
 MAX_WRAPS = 4
 POOL_PIXELS = 32
@@ -628,17 +630,24 @@ def pair_stem(packed: torch.Tensor, stride: int) -> tuple[torch.Tensor, torch.Te
     return pairs[..., :tap_bytes].contiguous(), pairs[..., tap_bytes:].contiguous()
 
 
-def stem_tiles(num_rows: int, out: int, depth: int, *, has_pairs: bool) -> list[Tile]:
+def stem_tiles(num_rows: int, out: int, depth: int, rest: int = 0) -> list[Tile]:
     """Return the tiles of `convolve_stem` worth trying; `split` is the number of programs per
-    processor. Tiles with twice the channels are for pairs of pixels."""
+    processor. Tiles with twice the channels are for pairs of pixels; `rest` is the depth that only
+    the second pixel has, or 0 without pairs."""
     columns = 64 if out % 64 == 0 else 32
     if num_rows // 128 < NUM_PROGRAMS:
         return [Tile(64, columns, depth, 4, 3, 4)]
     shapes = [(128, 4, 2, 2), (64, 4, 4, 2), (128, 8, 2, 2)]
     found = [Tile(rows, columns, depth, w, s, per) for rows, w, s, per in shapes]
-    if out == columns and has_pairs:
-        found += [Tile(64, 2 * out, depth, 4, 3, 2), Tile(128, 2 * out, depth, 8, 3, 1)]
+    if out == columns and rest:
+        pairs = Tile(64, 2 * out, depth, 4, 3, 2), Tile(128, 2 * out, depth, 8, 3, 1)
+        found += [tile for tile in pairs if _stem_bytes(tile, depth + rest) <= MAX_SHARED_BYTES]
     return found
+
+
+def _stem_bytes(tile: Tile, depth: int) -> int:
+    """Return the shared memory that a program needs: images by stage, weights, outputs."""
+    return (tile.rows * tile.num_stages + tile.columns) * depth + tile.rows * tile.columns
 
 
 def convolve_stem(
