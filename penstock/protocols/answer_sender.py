@@ -51,14 +51,16 @@ class AnswerSender:
     def send(self, parts: Sequence[Buffer], keep: Keep | None) -> None:
         """Send now what the socket takes, and the rest later. Without `keep`, what is left is
         copied before this returns."""
-        rest = deque[Held]((memoryview(part).cast("B"), None) for part in parts if len(part))
         transport = self._transport
         if transport.is_closing():
             return
+        num_sent = 0
         if not self._queue and not transport.get_write_buffer_size():
-            self._write(rest)
-        if not rest:
-            return
+            num_sent = self._try(parts[:MAX_BUFFERS])
+            if num_sent == sum(map(len, parts)):
+                return
+        rest = deque[Held]((memoryview(part).cast("B"), None) for part in parts if len(part))
+        self._remove(rest, num_sent)
         if not self._queue and sum(len(view) for view, _ in rest) <= PIECE_BYTES:
             transport.write(b"".join(view for view, _ in rest))
             return
@@ -116,14 +118,17 @@ class AnswerSender:
         """Write from the front of a queue until the socket is full."""
         while queue:
             views = [queue[index][0] for index in range(min(len(queue), MAX_BUFFERS))]
-            try:
-                num_sent = os.writev(self._fd, views)
-            except OSError:
-                return  # Full; or broken, which the transport notices.
-            wanted = sum(map(len, views))
+            num_sent = self._try(views)
             self._remove(queue, num_sent)
-            if num_sent < wanted:
+            if num_sent < sum(map(len, views)):
                 return
+
+    def _try(self, parts: Sequence[Buffer]) -> int:
+        """Return how many bytes the socket took."""
+        try:
+            return os.writev(self._fd, parts)
+        except OSError:
+            return 0  # It is full; or broken, which the transport notices.
 
     def _remove(self, queue: deque[Held], num_bytes: int) -> None:
         while num_bytes:

@@ -29,30 +29,26 @@ class TensorBody:
         self._id = ""
         self.reservation: Reservation | None = None
         self.buffer: memoryview | None = None
-        # The part that is being filled: -1 is the JSON, others are tensors.
-        self._part = -1
-        self._start = 0
-        self._json_view = memoryview(self._json)
-        self._tail = memoryview(b"")
+        # First the JSON is filled, then each tensor: the number of the part, and where to go on.
+        self._parts = [memoryview(self._json)]
+        self._part = self._start = 0
         self.fill(0)
 
     def room(self) -> memoryview:
-        # Not kept: the memory may have been given back meanwhile.
-        part = self._json_view if self._part < 0 else self._tensors[self._part]
-        return part[self._start :]
+        parts = self._parts
+        if self.reservation is not None:
+            # They change when the memory is given back.
+            parts = self.reservation.views
+        return parts[self._part][self._start :]
 
     def fill(self, num_bytes: int) -> None:
         self.num_received += num_bytes
         self._start += num_bytes
-        if self._part < 0 and self._start == len(self._json):
+        if self.num_received == len(self._json):
             self._place_tensors()
-        while self.num_received < self._num_bytes and not len(self.room()):
+        while self._start == len(self._parts[self._part]) and self.num_received < self._num_bytes:
             self._part += 1
             self._start = 0
-
-    @property
-    def _tensors(self) -> list[memoryview]:
-        return [self._tail] if self.reservation is None else self.reservation.views
 
     def _place_tensors(self) -> None:
         json, num_tail = bytes(self._json), self._num_bytes - len(self._json)
@@ -60,10 +56,13 @@ class TensorBody:
         if found is not None:
             self._id, self._form = found
             self.reservation = self._model.reserve(self._form)
-        if self.reservation is None:
-            self.buffer = private_memory(self._num_bytes)
-            self.buffer[: len(json)] = json
-            self._tail = self.buffer[len(json) :]
+        self._part = self._start = 0
+        if self.reservation is not None:
+            self._parts = self.reservation.views
+            return
+        self.buffer = private_memory(self._num_bytes)
+        self.buffer[: len(json)] = json
+        self._parts = [self.buffer[len(json) :]]
 
     def request(self, model: Servable, sink: ReplySink, received: float) -> Request:
         """Return the complete request. The model may have been replaced while it was received."""

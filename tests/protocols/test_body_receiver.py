@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import random
 from typing import Any
 
 import pytest
 import uvloop
+from long_bodies import Receiver, bytes_of, post
 from waiting import until
 
 from penstock.config import HttpLimits
 from penstock.protocols import http_server
 from penstock.protocols.body_receiver import BodyReceiver
-from penstock.protocols.http import Exchange
-from penstock.protocols.http_reader import LONG_BYTES, MessageHead
+from penstock.protocols.http_reader import LONG_BYTES
 
 SIZES = [0, 5, LONG_BYTES, LONG_BYTES + 1, 300_000, 7, 2_000_000, LONG_BYTES + 1, 1]
 
@@ -28,76 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("loop_factory", loops, ids=["asyncio", "uvloop"])
 
 
-def post(body: bytes, *headers: str, path: str = "/a") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-
-
 def chunked(body: bytes) -> bytes:
     head = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     return head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-
-
-class Parts:
-    """A body in pieces of 100,000 bytes, each in a buffer of its own."""
-
-    buffer = None
-
-    def __init__(self, length: int) -> None:
-        sizes = [100_000] * (length // 100_000) + [length % 100_000]
-        self._parts = [bytearray(size) for size in sizes if size]
-        self._part = self._start = 0
-        self.num_received = 0
-        self.is_dropped = self.is_moved = False
-
-    def room(self) -> memoryview:
-        return memoryview(self._parts[self._part])[self._start :]
-
-    def fill(self, num_bytes: int) -> None:
-        self.num_received += num_bytes
-        self._start += num_bytes
-        if self._start == len(self._parts[self._part]):
-            self._part, self._start = self._part + 1, 0
-
-    def move_out(self) -> None:
-        self.is_moved = True
-
-    def drop(self) -> None:
-        self.is_dropped = True
-
-    @property
-    def whole(self) -> bytes:
-        return b"".join(self._parts)
-
-
-class Receiver:
-    """Answers with the body; `bodies` are the long ones, by whatever end they came to."""
-
-    def __init__(self) -> None:
-        self.bodies: list[Parts] = []
-        self.exchanges: list[Exchange] = []
-        self.is_holding = False
-
-    def prepare(self, head: MessageHead) -> Parts | None:
-        if head.path != b"/a" or head.content_length is None:
-            return None
-        self.bodies.append(Parts(head.content_length))
-        return self.bodies[-1]
-
-    def __call__(self, exchange: Exchange) -> None:
-        long = exchange.long
-        body = bytes(exchange.body)
-        if isinstance(long, Parts):
-            assert not body and not long.is_dropped
-            body = long.whole
-        if self.is_holding:
-            self.exchanges.append(exchange)
-        else:
-            exchange.reply(200, b"", (body,))
-
-
-def bytes_of(size: int) -> bytes:
-    return random.Random(size).randbytes(size)
 
 
 @pytest.mark.parametrize("piece", [1 << 30, 70_001, 1999])

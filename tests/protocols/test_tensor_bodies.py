@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from waiting import until
 
 from penstock.config import BatchPolicy, HttpLimits, MemoryPolicy, ModelConfig
-from penstock.protocols.gate import Gate
+from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import Connection
 from penstock.protocols.http_reader import LONG_BYTES
 from penstock.protocols.http_server import HEAD_BYTES, HttpServer
+from penstock.protocols.tensor_bodies import MAX_BYTES, MAX_HEAD_BYTES, make_body
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
@@ -33,6 +34,7 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.model import Model
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import DATATYPES, TensorSpec
+from penstock.wire.v2 import Codec
 
 Dims = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -158,9 +160,10 @@ class Rig:
         self.catalog = Catalog(start_life=ThreadLife)
         await self.catalog.load(RepositoryScan(list(MODELS.values())))
         assert not self.catalog.failures
-        management = ManagementApi(self.catalog, Control(self.catalog, "/nowhere", False))
-        self.lifecycle = management.lifecycle
-        self.v2 = V2Http(Models(management), HttpLimits(), Gate())
+        control = Control(self.catalog, "/nowhere", is_explicit=False)
+        self.management = ManagementApi(self.catalog, control)
+        self.lifecycle = self.management.lifecycle
+        self.v2 = V2Http(Models(self.management), HttpLimits(), Gate())
         limits = HttpLimits()
         self.server = HttpServer(
             self.v2.handle, limits, self.v2.screen, self.lifecycle, self.v2.prepare
@@ -335,3 +338,214 @@ def test_law_answers_are_bit_for_bit_and_no_memory_is_lost(rig: Rig, seed: int) 
         if not script.leaves:
             script.pipe.lose()
     rig.check_nothing_is_held()
+
+
+X = ("x", "UINT8", (1, LONG_BYTES), bytes(LONG_BYTES))
+THREE = (
+    ("a", "UINT8", (1, 9000), bytes(9000)),
+    ("b", "INT32", (1, 2), bytes(8)),
+    ("c", "FP32", (1, 2500), bytes(10_000)),
+)
+BAD = {
+    "no such model": message("nothing", [X]),
+    "wrong datatype": message("one", [("x", "INT8", (1, LONG_BYTES), X[3])]),
+    "wrong shape": message("one", [("x", "UINT8", (1, LONG_BYTES - 1), X[3][1:])] * 2),
+    "wrong size": message("one", [("x", "UINT8", (1, LONG_BYTES), X[3] + b"more")]),
+    "too many rows": message("one", [("x", "UINT8", (9, LONG_BYTES), X[3] * 9)]),
+    "twice": message("one", [X, X]),
+    "missing": message("three", THREE[:1] + THREE[2:]),
+    "more bytes than tensors": post("one", message("one", [X]).split(b"\r\n\r\n")[1], b"more"),
+    "no JSON": post("one", b"[", bytes(LONG_BYTES)),
+    "not UTF-8": post("one", b'{"inputs": [], "id": "\xff"}', bytes(LONG_BYTES)),
+    "shared memory": post(
+        "one",
+        b'{"inputs": [{"name": "x", "shape": [1], "datatype": "UINT8", '
+        b'"parameters": {"shared_memory_region": "r"}}]}',
+        bytes(LONG_BYTES),
+    ),
+    "raw, wrong size": post("one", b"", bytes(LONG_BYTES + 1)),
+    "raw, three inputs": post("three", b"", bytes(LONG_BYTES + 1)),
+    "header of a header": message("one", [X]).replace(b"Content-Length: ", b"Content-Length: 9", 1),
+    "negative header": message("one", [X]).replace(b"Content-Length: ", b"Content-Length: -", 1),
+    "unknown coding": message("one", [X], "", "Content-Encoding: lzw"),
+    "not gzip": message("one", [X], "", "Content-Encoding: gzip"),
+    "no route": message("one", [X]).replace(b"/infer", b"/inform"),
+    "wrong method": message("one", [X]).replace(b"POST", b"PUT"),
+    "wrong string": message("strings", [("s", "BYTES", (1, 1), b"\xff" * LONG_BYTES)]),
+}
+GOOD = {
+    "one": message("one", [X]),
+    "three": message("three", THREE),
+    "three, another order": message("three", THREE[::-1]),
+    "raw": post("one", b"", bytes(range(256)) * (LONG_BYTES // 256)),
+    "plain header": message("one", [X], "", "Content-Encoding: identity"),
+    "HTTP/1.0": message("one", [X]).replace(b"HTTP/1.1", b"HTTP/1.0"),
+    "close": message("one", [X], "", "Connection: close"),
+    "upgrade": message("one", [X], "", "Connection: upgrade", "Upgrade: h2c"),
+}
+
+
+async def one_answer(server: HttpServer, data: bytes, sizes: Sequence[int]) -> tuple[Any, bool]:
+    """The answer to a message that comes in pieces of these sizes, and whether that was the end."""
+    pipe = Pipe(server)
+    position = 0
+    for size in itertools.chain(sizes, itertools.repeat(len(data))):
+        if position >= len(data):
+            break
+        pipe.deliver(data[position : position + size])
+        position += size
+        await asyncio.sleep(0)
+    await until(pipe.answers)
+    (answer,) = pipe.answers()
+    pipe.lose()
+    return answer, pipe.is_closed
+
+
+@pytest.mark.parametrize("name", [*BAD, *GOOD])
+def test_answers_are_those_of_a_server_that_copies(rig: Rig, name: str) -> None:
+    data = (BAD | GOOD)[name]
+    end = data.find(b"\r\n\r\n") + 4
+
+    async def scenario() -> None:
+        plain = HttpServer(rig.v2.handle, HttpLimits(), rig.v2.screen, rig.lifecycle)
+        expected = await one_answer(plain, data, [])
+        assert (expected[0][0] == 200) == (name in GOOD)
+        for sizes in ([], [end], [end, 10], [end + 30], [100, 1000], [len(data) - 1], [9000] * 3):
+            for _ in range(2):  # The second time, head and form may be known.
+                assert await one_answer(rig.server, data, sizes) == expected
+
+    rig.run(scenario())
+    rig.check_nothing_is_held()
+
+
+def test_the_first_body_of_a_form_is_copied_and_the_next_ones_are_not(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = []
+    reserve = Model.reserve
+
+    def spy(self: Model, form: object) -> Any:
+        reserved.append(reserve(self, form))
+        return reserved[-1]
+
+    monkeypatch.setattr(Model, "reserve", spy)
+    tensors = [("v", "INT16", (1, 12_345), bytes(24_690))]
+
+    async def scenario() -> None:
+        for number in range(3):
+            data = message("variable", tensors, f"id {number}", f"X-Trace: {number}")
+            (status, headers, body), _ = await one_answer(rig.server, data, [200])
+            assert (status, outputs(body, headers)) == (200, {"v": tensors[0][3]})
+
+    rig.run(scenario())
+    assert [each is not None for each in reserved] == [True, True]
+    rig.check_nothing_is_held()
+
+
+def test_a_drain_that_begins_during_a_body_refuses_it(rig: Rig) -> None:
+    data = message("one", [X])
+
+    async def scenario() -> None:
+        await one_answer(rig.server, data, [])
+        pipe = Pipe(rig.server)
+        pipe.deliver(data[:-1])
+        rig.lifecycle.is_draining = True
+        try:
+            pipe.deliver(data[-1:])
+            ((status, headers, body),) = pipe.answers()
+        finally:
+            rig.lifecycle.is_draining = False
+        assert (status, headers["connection"]) == (503, "close")
+        assert b"the server is shutting down" in body
+
+    rig.run(scenario())
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("name", ["one", "unbatched"])
+def test_a_body_may_outlive_its_model(rig: Rig, name: str) -> None:
+    config = MODELS[name]
+    if name == "one":
+        tensors = [("x", "UINT8", (1, LONG_BYTES), random.Random(1).randbytes(LONG_BYTES))]
+    else:
+        tensors = [
+            ("u", "UINT8", (30_000,), random.Random(2).randbytes(30_000)),
+            ("w", "INT64", (1000,), random.Random(3).randbytes(8000)),
+        ]
+    data = message(name, tensors)
+
+    async def scenario() -> None:
+        await one_answer(rig.server, data, [])
+        old = rig.model(name)
+        pipe = Pipe(rig.server)
+        pipe.deliver(data[:-5000])
+        assert old.memory.pool.num_in_use or old.memory.extents.num_held
+        await rig.catalog.load(RepositoryScan([config]))
+        assert rig.model(name) is not old
+        await until(lambda: not old.is_ready)
+        pipe.deliver(data[-5000:])
+        await until(pipe.answers)
+        ((status, headers, body),) = pipe.answers()
+        assert status == 200
+        assert outputs(body, headers) == {key: data for key, _, _, data in tensors}
+        pipe.lose()
+        assert old.memory.extents.num_held == 0
+
+        pipe = Pipe(rig.server)
+        pipe.deliver(data[:-5000])
+        await rig.catalog.unload(name)
+        pipe.deliver(data[-5000:])
+        ((status, _, body),) = pipe.answers()
+        assert status == 404
+        pipe.lose()
+        await rig.catalog.load(RepositoryScan([config]))
+
+    rig.run(scenario())
+    rig.check_nothing_is_held()
+
+
+def test_a_key_that_is_revoked_during_a_body_is_refused(rig: Rig) -> None:
+    keys = Keys({digest_secret(b"secret"): frozenset(["infer"])})
+    data = message("one", [X], "", "X-API-Key: secret")
+
+    async def scenario() -> None:
+        gate = Gate(keys)
+        v2 = V2Http(Models(rig.management, gate=gate), HttpLimits(), gate)
+        server = HttpServer(v2.handle, HttpLimits(), v2.screen, prepare=v2.prepare)
+        for _ in range(2):
+            assert (await one_answer(server, data, [1000]))[0][0] == 200
+        pipe = Pipe(server)
+        pipe.deliver(data[:-1])
+        assert rig.model("one").memory.pool.num_in_use == 1
+        gate.keys = Keys()
+        server.forget_heads()
+        pipe.deliver(data[-1:])
+        ((status, _, _),) = pipe.answers()
+        assert status == 401
+        pipe.lose()
+        # And without a key there is no memory at all.
+        pipe = Pipe(server)
+        pipe.deliver(data[:-1])
+        assert rig.model("one").memory.pool.num_in_use == 0
+        pipe.lose()
+
+    rig.run(scenario())
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("json_bytes", "num_bytes", "is_long"),
+    [
+        (100, 100 + LONG_BYTES, True),
+        (100, 99 + LONG_BYTES, False),
+        (0, LONG_BYTES, True),
+        (MAX_HEAD_BYTES, MAX_HEAD_BYTES + LONG_BYTES, True),
+        (MAX_HEAD_BYTES + 1, MAX_HEAD_BYTES + 1 + LONG_BYTES, False),
+        (100, MAX_BYTES + 1, False),
+    ],
+)
+def test_only_long_tensors_get_memory(
+    rig: Rig, json_bytes: int, num_bytes: int, is_long: bool
+) -> None:
+    body = make_body(Codec(), rig.model("one"), json_bytes, num_bytes)
+    assert (body is not None) == is_long
