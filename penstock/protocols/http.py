@@ -97,15 +97,17 @@ class Exchange:
             headers += b"Connection: close\r\n"
         if head.method == b"HEAD":
             parts = ()
+        line = _STATUS_LINES.get(status) or _unusual_line(status)
         if status == 204:
-            start = b"%b\r\n" % (_status_line(status) + headers)
+            start = b"%b%b\r\n" % (line, headers)
         else:
-            start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
+            start = b"%b%bContent-Length: %d\r\n\r\n" % (line, headers, length)
+        self.is_finished = True
+        # Also breaks the reference cycle exchange, request, sink, which only the GC would free.
+        self.abandon = None
         if length < LONG_ANSWER_BYTES or not parts:
-            self.pass_on(b"".join((start, *parts)), keeps)
+            self._connection.finish(b"".join((start, *parts)), keeps)
         else:
-            self.is_finished = True
-            self.abandon = None
             self._connection.finish_long((start, *parts), keeps, keep)
 
     def reply_json(self, body: bytes) -> None:
@@ -115,7 +117,6 @@ class Exchange:
         """Send an answer with its head, or the end of one; once it is finished, do nothing."""
         if not self.is_finished:
             self.is_finished = True
-            # Also breaks the reference cycle exchange, request, sink, which only the GC would free.
             self.abandon = None
             self._connection.finish(data, keep_alive)
 
@@ -152,7 +153,8 @@ class Exchange:
         self.body = b""
         close = b"" if self._keeps_after_stream() else b"Connection: close\r\n"
         coding = b"" if self.head.is_http_1_0 else b"Transfer-Encoding: chunked\r\n"
-        self._connection.write(_status_line(status) + headers + close + coding + b"\r\n")
+        line = _STATUS_LINES.get(status) or _unusual_line(status)
+        self._connection.write(line + headers + close + coding + b"\r\n")
 
     def stream(self, part: Buffer) -> None:
         if not part or self.is_finished or self.head.method == b"HEAD":
@@ -469,8 +471,8 @@ class Connection(asyncio.Protocol):
         self.close()
 
 
-def _status_line(status: int) -> bytes:
-    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+def _unusual_line(status: int) -> bytes:
+    return b"HTTP/1.1 %d \r\n" % status
 
 
 def refusal(status: int, text: str) -> bytes:

@@ -117,9 +117,9 @@ class Models:
         try:
             if self._lifecycle.is_draining:
                 raise NotReady("the server is shutting down")
-            body, received = exchange.body, exchange.received
-            long = exchange.long if isinstance(exchange.long, TensorBody) else None
+            body, received, long = exchange.body, exchange.received, exchange.long
             if long is not None:
+                assert isinstance(long, TensorBody)
                 request = long.request(model, sink, received)
             elif call.json_bytes == 0:
                 request = decode_raw(body, model.config, sink, received)
@@ -131,10 +131,10 @@ class Models:
         request.caller = call.caller
         sink.request = request
         exchange.abandon = sink.abandon
-        if long is not None and isinstance(model, Model):
-            model.submit(request, long.reservation)
-        else:
+        if long is None or not isinstance(model, Model):
             model.submit(request)
+        else:
+            model.submit(request, long.reservation)
 
 
 class V2Http:
