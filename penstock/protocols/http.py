@@ -224,6 +224,8 @@ class Connection(asyncio.Protocol):
         self._server.remove(self)
         self._waiting.clear()
         self._reader.close()
+        # It refers back to this object.
+        self._receiver = None
         if self._sender is not None:
             self._sender.drop()
         exchange, self._running = self._running, None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from long_bodies import Receiver, bytes_of, post
 from waiting import until
 
 from penstock.config import HttpLimits
-from penstock.protocols import http_server
+from penstock.protocols import http, http_server
 from penstock.protocols.body_receiver import BodyReceiver
 from penstock.protocols.http_reader import LONG_BYTES
 
@@ -128,8 +130,9 @@ async def test_a_body_that_stops_is_refused_as_any_other(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(http, "SLOW_BODY_S", 0.0)
     receiver = Receiver()
-    limits = HttpLimits(body_timeout_s=0.7)
+    limits = HttpLimits(body_timeout_s=2.0)
     data = post(bytes_of(300_000))
     async with serve(receiver, limits, receiver.prepare) as served, served.connect() as client:
         await client.send(data[:200_000])
@@ -202,3 +205,35 @@ async def test_a_connection_receives_in_parts_until_its_first_long_body(
     is_direct = [count > 0 for count in was_direct]
     assert is_direct == [False, True, True, True, False, True]
     assert was_direct[3] < 4, "only its head was read in a small piece"
+
+
+@pytest.mark.parametrize("num_missing", [0, 1, 100_000])
+async def test_a_lost_connection_is_freed_without_the_garbage_collector(
+    serve: Any, num_missing: int
+) -> None:
+    """Thousands of them would keep their memory until it runs."""
+    receiver = Receiver()
+    data = post(bytes_of(300_000))
+    made: list[weakref.ref[BodyReceiver]] = []
+    start = BodyReceiver.start
+
+    def spy(self: BodyReceiver) -> None:
+        made.append(weakref.ref(self))
+        start(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BodyReceiver, "start", spy)
+        gc.disable()
+        try:
+            async with serve(receiver, prepare=receiver.prepare) as served:
+                async with served.connect() as client:
+                    await client.send(data)
+                    await client.answer()
+                    await client.send(data[: len(data) - num_missing])
+                    if not num_missing:
+                        await client.answer()
+                    client.reset()
+                await until(lambda: served.http.num_connections == 0)
+                await until(lambda: made and all(each() is None for each in made))
+        finally:
+            gc.enable()
