@@ -149,10 +149,18 @@ class RequestedOutput(msgspec.Struct, frozen=True):
     parameters: dict[str, Parameter] = {}
 
 
+class OutputKeeper(Protocol):
+    """Owns the memory of answers."""
+
+    def keep(self, request: Request) -> Callable[[], None]:
+        """Keep the outputs of a request that is being answered, until the function that this
+        returns is called. Call it during `respond`, and only once."""
+
+
 @dataclass(slots=True, eq=False)
 class Response:
     """One answer. The buffers of `outputs` are views into shared memory: a sink must copy what it
-    keeps before `respond` returns."""
+    keeps before `respond` returns, or ask the `keeper`, if there is one."""
 
     model_name: str
     model_version: str
@@ -161,6 +169,7 @@ class Response:
     # Responses with the same form have the same model, names, datatypes and shapes, so a codec may
     # cache what it derives from them. None: unknown.
     form: object = None
+    keeper: OutputKeeper | None = None
 
 
 class ReplySink(Protocol):

@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -25,6 +25,7 @@ from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, CrashLoop
 from penstock.protocols import access_log, audit_log
+from penstock.protocols.answer_sender import Keep
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler
@@ -35,7 +36,7 @@ from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
-from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
+from penstock.types import Buffer, Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
 from penstock.wire.frames import Forwarded, Frame
 from penstock.wire.v2 import classified
@@ -241,6 +242,9 @@ class Relay:
         except PenstockError:
             log.error("an answer of %d bytes is too large for the %s", len(data), session.spec.name)
             session.line.send(Forwarded(number, frames.Parcel(), is_cut=True))
+
+    def finish_long(self, parts: Sequence[Buffer], keep_alive: bool, keep: Keep | None) -> None:
+        self.finish(b"".join(parts), keep_alive)
 
     def abort(self) -> None:
         """Report that the message gets no answer."""

@@ -12,10 +12,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol, cast
 
-from penstock.protocols.http_reader import Message, MessageHead, MessageReader, Rejection
+from penstock.protocols.answer_sender import AnswerSender, Keep
+from penstock.protocols.body_receiver import BodyReceiver
+from penstock.protocols.http_reader import (
+    LONG_BYTES,
+    LongBody,
+    Message,
+    MessageHead,
+    MessageReader,
+    Rejection,
+)
 from penstock.types import Buffer
 from penstock.wire.statuses import encode_error
 
@@ -25,8 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.http")
 
 MAX_PIPELINED = 16
+# Longer answers are not joined.
+LONG_ANSWER_BYTES = 16 * 1024
 # Unsent bytes of a stream; a client that reads too slowly is disconnected.
 MAX_UNSENT_BYTES = 8 << 20
+# A body that takes longer does not hold shared memory.
+SLOW_BODY_S = 0.5
 # Clients send the same head again and again; its parse is cached.
 MAX_KNOWN_HEADS = 1024
 # A refused client may go on sending for this long: resetting the connection would lose the answer.
@@ -47,6 +61,7 @@ class Peer(Protocol):
     def will_keep_alive(self, head: MessageHead) -> bool: ...
     def write(self, data: bytes) -> None: ...
     def finish(self, data: bytes, keep_alive: bool) -> None: ...
+    def finish_long(self, parts: Sequence[Buffer], keep_alive: bool, keep: Keep | None) -> None: ...
     def abort(self) -> None: ...
 
 
@@ -58,14 +73,20 @@ class Exchange:
     head: MessageHead
     body: Buffer
     received: float
+    # Set instead of `body` if the body does not lie in one piece. It is only valid until the
+    # handler returns.
+    long: LongBody | None = None
     # As `Request.caller`, where the handler sets it.
     caller: bytes = b""
     is_finished: bool = False
     is_streaming: bool = False
     abandon: Callable[[], object] | None = None
 
-    def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
-        """Send the whole answer. Buffers are copied before this returns."""
+    def reply(
+        self, status: int, headers: bytes, parts: Sequence[Buffer], keep: Keep | None = None
+    ) -> None:
+        """Send the whole answer. Buffers are copied before this returns, unless `keep` is called:
+        then they are used until the function that it returned is called."""
         if self.is_finished:
             return
         length = 0
@@ -76,11 +97,18 @@ class Exchange:
             headers += b"Connection: close\r\n"
         if head.method == b"HEAD":
             parts = ()
+        line = _STATUS_LINES.get(status) or _unusual_line(status)
         if status == 204:
-            start = b"%b\r\n" % (_status_line(status) + headers)
+            start = b"%b%b\r\n" % (line, headers)
         else:
-            start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
-        self.pass_on(b"".join((start, *parts)), keeps)
+            start = b"%b%bContent-Length: %d\r\n\r\n" % (line, headers, length)
+        self.is_finished = True
+        # Also breaks the reference cycle exchange, request, sink, which only the GC would free.
+        self.abandon = None
+        if length < LONG_ANSWER_BYTES or not parts:
+            self._connection.finish(b"".join((start, *parts)), keeps)
+        else:
+            self._connection.finish_long((start, *parts), keeps, keep)
 
     def reply_json(self, body: bytes) -> None:
         self.reply(200, JSON, (body,))
@@ -89,7 +117,6 @@ class Exchange:
         """Send an answer with its head, or the end of one; once it is finished, do nothing."""
         if not self.is_finished:
             self.is_finished = True
-            # Also breaks the reference cycle exchange, request, sink, which only the GC would free.
             self.abandon = None
             self._connection.finish(data, keep_alive)
 
@@ -126,7 +153,8 @@ class Exchange:
         self.body = b""
         close = b"" if self._keeps_after_stream() else b"Connection: close\r\n"
         coding = b"" if self.head.is_http_1_0 else b"Transfer-Encoding: chunked\r\n"
-        self._connection.write(_status_line(status) + headers + close + coding + b"\r\n")
+        line = _STATUS_LINES.get(status) or _unusual_line(status)
+        self._connection.write(line + headers + close + coding + b"\r\n")
 
     def stream(self, part: Buffer) -> None:
         if not part or self.is_finished or self.head.method == b"HEAD":
@@ -162,7 +190,10 @@ class Connection(asyncio.Protocol):
         self._lifecycle = server.lifecycle
         self._known_heads = server.known_heads
         limits, screen = server.limits, server.screen
-        self._reader = MessageReader(limits, screen, self._enqueue, self._expect_continue)
+        receive, expect_continue = self._enqueue, self._expect_continue
+        self._reader = MessageReader(limits, screen, receive, expect_continue, self._prepare)
+        # Receives instead of this object, from the first long body on; never with TLS.
+        self._receiver: BodyReceiver | None = None
         # Set before any other call.
         self._transport: asyncio.Transport
         self._running: Exchange | None = None
@@ -174,6 +205,8 @@ class Connection(asyncio.Protocol):
         self._owes_continue = False
         self._is_advancing = False
         self._num_written = self._num_sent = 0
+        # Made for the first long answer, unless the connection uses TLS.
+        self._sender: AnswerSender | None = None
         # Start of the current state, for the sweep.
         self.since = server.now()
         self.received = 0.0
@@ -191,6 +224,10 @@ class Connection(asyncio.Protocol):
         self._server.remove(self)
         self._waiting.clear()
         self._reader.close()
+        # It refers back to this object.
+        self._receiver = None
+        if self._sender is not None:
+            self._sender.drop()
         exchange, self._running = self._running, None
         if exchange is not None:
             exchange.leave()
@@ -200,6 +237,15 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.write_blocked_since = None
+        if self._sender is not None:
+            self._sender.flush()
+
+    def eof_received(self) -> bool:
+        """Close, after all that is queued has been sent."""
+        if self._sender is not None and self._sender.is_busy:
+            self.close()
+            return True
+        return False
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing or self._is_deaf:
@@ -208,9 +254,17 @@ class Connection(asyncio.Protocol):
         if self._reader.at_boundary and self._running is None:
             end = data.find(b"\r\n\r\n") + 4
             known = self._known_heads.get(data[:end])
-            if known is not None and len(data) - end == known.content_length:
-                self._start(known, data[end:])
-                return
+            if known is not None:
+                num_body = len(data) - end
+                if num_body == known.content_length and num_body <= LONG_BYTES:
+                    self._start(known, data[end:])
+                    return
+                if self._begin_long(known, num_body):
+                    self._parse(memoryview(data)[end:])
+                    return
+                if num_body == known.content_length:
+                    self._start(known, memoryview(data)[end:])
+                    return
             self._parse(data)
             if (head := self._reader.only_head(data, end)) is not None:
                 if len(self._known_heads) >= MAX_KNOWN_HEADS:
@@ -219,27 +273,63 @@ class Connection(asyncio.Protocol):
         else:
             self._parse(data)
 
-    def _parse(self, data: bytes) -> None:
+    def body_received(self, num_bytes: int) -> None:
+        """Note that the long body received bytes."""
+        self.received = self._server.now()
+        self._reader.fill_long(num_bytes)
+
+    def _prepare(self, head: MessageHead) -> LongBody | None:
+        """Return memory for a long body; not for a pipelined one, which may wait for long."""
+        if self._running is not None or self._waiting:
+            return None
+        return self._server.prepare(head)
+
+    def _begin_long(self, head: MessageHead, num_given: int) -> bool:
+        """Begin a message with a known head, if its body is long and not yet complete."""
+        length = head.content_length
+        if length is None or length <= LONG_BYTES or num_given > length:
+            return False
+        if not self._reader.begin_long(head):
+            return False
+        self.since = self.received
+        self._receive_directly()
+        return True
+
+    def _parse(self, data: Buffer) -> None:
         if self._reader.at_boundary:
             self.since = self.received
         refusal = self._reader.feed(data)
+        if self._reader.long is not None:
+            self._receive_directly()
         if refusal is not None:
             self._reject(refusal)
         elif len(self._waiting) > MAX_PIPELINED:
             self._is_paused = True
             self._transport.pause_reading()
 
+    def _receive_directly(self) -> None:
+        """Receive bodies into their memory from now on, unless they have to be decrypted."""
+        if self._receiver is None and self._transport.get_extra_info("sslcontext") is None:
+            head_buffer = self._server.head_buffer
+            self._receiver = BodyReceiver(self._transport, self, self._reader, head_buffer)
+        if self._receiver is not None:
+            self._receiver.start()
+
     def will_keep_alive(self, head: MessageHead) -> bool:
         return head.keep_alive and not self._lifecycle.is_draining
 
     @property
     def num_unsent(self) -> int:
-        return self._transport.get_write_buffer_size()
+        size: int = self._transport.get_write_buffer_size()
+        return size if self._sender is None else size + self._sender.num_unsent
 
     def write(self, data: bytes) -> None:
         if not self._is_closing:
             self._num_written += len(data)
-            self._transport.write(data)
+            if self._sender is not None and self._sender.is_busy:
+                self._sender.append(data)
+            else:
+                self._transport.write(data)
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
         """Write the last bytes of the running exchange."""
@@ -253,6 +343,18 @@ class Connection(asyncio.Protocol):
                 self._next()
         elif self._owes_continue:
             self._continue()
+
+    def finish_long(self, parts: Sequence[Buffer], keep_alive: bool, keep: Keep | None) -> None:
+        """Write the whole answer of the running exchange from where it lies. TLS joins it."""
+        if self._sender is None and self._transport.get_extra_info("sslcontext") is None:
+            self._sender = AnswerSender(self._transport)
+        if self._sender is None:
+            self.finish(b"".join(parts), keep_alive)
+            return
+        if not self._is_closing:
+            self._num_written += sum(map(len, parts))
+            self._sender.send(parts, keep)
+        self.finish(b"", keep_alive)
 
     def _expect_continue(self) -> None:
         """Send 100 Continue once the messages before this one are answered."""
@@ -268,6 +370,12 @@ class Connection(asyncio.Protocol):
         """Close after all written data is sent; after a refusal, once the client has stopped."""
         is_first, self._is_closing = not self._is_closing, True
         self._waiting.clear()
+        if self._sender is not None and self._sender.is_busy:
+            self._sender.when_sent = partial(self._close_now, is_first)
+        else:
+            self._close_now(is_first)
+
+    def _close_now(self, is_first: bool) -> None:
         if is_first and self._is_deaf:
             if self._transport.can_write_eof():
                 self._transport.write_eof()
@@ -292,6 +400,8 @@ class Connection(asyncio.Protocol):
                 self.close()
         elif (late := self._reader.find_late(now - self.since, now - self.received)) is not None:
             self._reject(late)
+        elif self._reader.long is not None and now - self.since > SLOW_BODY_S:
+            self._reader.long.move_out()
 
     def _is_write_blocked(self, now: float) -> bool:
         """Whether the client has read nothing for too long."""
@@ -312,9 +422,14 @@ class Connection(asyncio.Protocol):
     def _enqueue(self, item: Message | Rejection) -> None:
         """Handle what was read, after the messages before it."""
         self._owes_continue = False
+        long = item[2] if isinstance(item, tuple) and len(item) == 3 else None
         if self._is_closing:
+            if long is not None:
+                long.drop()
             return
         if self._running is not None or self._waiting:
+            if long is not None:
+                long.move_out()
             self._waiting.append(item)
         elif isinstance(item, Rejection):
             self._refuse_now(item)
@@ -336,12 +451,15 @@ class Connection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
-    def _start(self, head: MessageHead, body: Buffer) -> None:
-        self._running = exchange = Exchange(self, head, body, self.received)
+    def _start(self, head: MessageHead, body: Buffer, long: LongBody | None = None) -> None:
+        self._running = exchange = Exchange(self, head, body, self.received, long)
         try:
             self._server.handler(exchange)
         except Exception:  # Keep serving.
             exchange.reply_bug()
+        if long is not None:
+            long.drop()
+            exchange.long = None
 
     def _reject(self, refusal: Message | Rejection) -> None:
         """Refuse the message and drop all bytes that follow."""
@@ -355,8 +473,8 @@ class Connection(asyncio.Protocol):
         self.close()
 
 
-def _status_line(status: int) -> bytes:
-    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+def _unusual_line(status: int) -> bytes:
+    return b"HTTP/1.1 %d \r\n" % status
 
 
 def refusal(status: int, text: str) -> bytes:

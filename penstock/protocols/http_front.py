@@ -20,6 +20,7 @@ from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import Refusal, reply_error
+from penstock.protocols.http_reader import LongBody
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.infer_http import InferCall, InferSink
 from penstock.protocols.line import MAX_SENT_BYTES, cannot_listen
@@ -93,6 +94,10 @@ class Core:
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
         """Do nothing: every request reaches the core, which counts it."""
+
+    def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
+        """Return None: the memory of models is not in this process."""
+        return None
 
     def refuse(self, exchange: Exchange, error: Refusal) -> bool:
         """Forward the message: the core finds the same error, and counts it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 from urllib.parse import quote, unquote_to_bytes
 
 import httptools
@@ -24,6 +24,8 @@ MAX_CHUNK_OVERHEAD = 8
 MAX_CHUNK_BYTES = 1 << 20
 # Longer heads are not cached.
 MAX_KNOWN_HEAD_BYTES = 1024
+# Shorter bodies are not worth memory of their own.
+LONG_BYTES = 16 * 1024
 # Smaller bodies are read before the handler looks at the head.
 SCREEN_BYTES = 1 << 20
 _ONCE = frozenset(
@@ -68,14 +70,39 @@ class Rejection(Exception):
         self.status = status
 
 
-Message = tuple[MessageHead, Buffer]
+class LongBody(Protocol):
+    """The memory of a body of known length, filled from its start."""
+
+    @property
+    def num_received(self) -> int: ...
+    @property
+    def buffer(self) -> Buffer | None:
+        """The complete body, if it lies in one piece."""
+
+    def room(self) -> memoryview:
+        """Return memory for the next bytes. Never empty."""
+
+    def fill(self, num_bytes: int) -> None:
+        """Note that this many bytes of `room` were received."""
+
+    def move_out(self) -> None:
+        """Move to private memory: the client is slow."""
+
+    def drop(self) -> None:
+        """Give the memory back, unless the handler has taken it. Safe to call again."""
+
+
+Message = tuple[MessageHead, Buffer] | tuple[MessageHead, Buffer, LongBody]
 Screen = Callable[[MessageHead], bool]
+# Returns memory for the body of a message; None: it is read as any other.
+Prepare = Callable[[MessageHead], LongBody | None]
 
 
 class MessageReader:
     """The message that a connection is receiving. `screen` decides by its head whether a long body
-    is read; `receive` gets each complete message; `expect_continue` is called if the client waits
-    for 100 Continue before it sends the body."""
+    is read; `prepare` may give it memory, which is filled without the parser; `receive` gets each
+    complete message; `expect_continue` is called if the client waits for 100 Continue before it
+    sends the body."""
 
     def __init__(
         self,
@@ -83,11 +110,17 @@ class MessageReader:
         screen: Screen,
         receive: Callable[[Message], None],
         expect_continue: Callable[[], None],
+        prepare: Prepare = lambda head: None,
     ) -> None:
         self._limits = limits
         self._screen = screen
         self._receive = receive
         self._expect_continue = expect_continue
+        self._prepare = prepare
+        # Memory of the body that is being received.
+        self.long: LongBody | None = None
+        # The parser has read the head of the long body, so it expects the body too.
+        self._is_parser_behind = False
         self._parser = httptools.HttpRequestParser(self)
         self._refusal: Message | Rejection | None = None
         self._is_upgrade = False
@@ -104,15 +137,18 @@ class MessageReader:
         if not self.has_head:
             is_late, part = since_s > limits.header_timeout_s, "head"
         else:
-            allowed_s = limits.body_timeout_s + len(self._body) / limits.min_body_rate
+            num_bytes = len(self._body) if self.long is None else self.long.num_received
+            allowed_s = limits.body_timeout_s + num_bytes / limits.min_body_rate
             is_late, part = silent_s > limits.body_timeout_s or since_s > allowed_s, "body"
         return Rejection(408, f"the request {part} took too long") if is_late else None
 
-    def feed(self, data: bytes) -> Message | Rejection | None:
+    def feed(self, data: Buffer) -> Message | Rejection | None:
         """Parse; complete messages go to `receive`. Return a refusal if no bytes after
         these can be read: a rejection, or a head that the handler refuses."""
         self._num_complete = 0
         try:
+            if self.long is not None:
+                data = self._copy_long(data, self.fill_long)
             self._feed(data)
         except httptools.HttpParserCallbackError:
             if self._refusal is None:
@@ -123,23 +159,55 @@ class MessageReader:
             return Rejection(400, f"malformed HTTP: {error}")
         return None if self.at_boundary else self._check_unfinished(len(data))
 
+    def begin_long(self, head: MessageHead) -> bool:
+        """Begin a message whose head is known, if there is memory for its body, which follows."""
+        long = self._prepare(head)
+        if long is None:
+            return False
+        self.on_message_begin()
+        self._head, self.has_head, self.long = head, True, long
+        return True
+
+    def fill_long(self, num_bytes: int) -> None:
+        """Note that the long body has received this many bytes, and end it if it is complete."""
+        long, head = self.long, self._head
+        assert long is not None and head is not None
+        long.fill(num_bytes)
+        if long.num_received == head.content_length:
+            if self._is_parser_behind:
+                self._parser = httptools.HttpRequestParser(self)
+            self._end_message()
+
+    def _copy_long(self, data: Buffer, fill: Callable[[int], None]) -> bytes:
+        """Copy data into the long body and `fill` it; return what comes after its end."""
+        view = memoryview(data)
+        while self.long is not None and len(view):
+            room = self.long.room()
+            part = view[: len(room)]
+            room[: len(part)] = part
+            view = view[len(part) :]
+            fill(len(part))
+        return bytes(view)
+
     def stop(self) -> None:
         """Give up the message that is being received."""
         self.at_boundary = True
         self._drop_body()
+        self._drop_long()
 
     def close(self) -> None:
         """Break the cycles with the parser and the connection, which only the GC would free."""
         self._drop_body()
-        del self._parser, self._receive, self._expect_continue
+        self._drop_long()
+        del self._parser, self._receive, self._expect_continue, self._prepare
 
-    def _feed(self, data: bytes) -> None:
+    def _feed(self, data: Buffer) -> None:
         while data:
             try:
                 self._parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
-                data = self._without_upgrade() + data[upgrade.args[0] :]
+                data = self._without_upgrade() + bytes(data[upgrade.args[0] :])
 
     def _without_upgrade(self) -> bytes:
         """Restart the message without its Upgrade header, which servers may ignore (RFC 9110,
@@ -167,16 +235,19 @@ class MessageReader:
         return None
 
     def only_head(self, data: bytes, end: int) -> MessageHead | None:
-        """Return the head if `data`, just fed, was exactly one plain message whose head ends at
-        `end`: then the same bytes may be taken for the same head."""
+        """Return the head if `data`, just fed, was exactly one plain message, or the start of a
+        long one, whose head ends at `end`: the same bytes may be taken for the same head."""
         head = self._head
+        if head is None:
+            return None
+        num_body = head.content_length
+        is_only = self._num_complete == 1 and self.at_boundary
+        if self.long is not None:
+            num_body, is_only = self.long.num_received, self._num_complete == 0
         if (
-            head is None
-            or self._num_complete != 1
-            or not self.at_boundary
+            not is_only
             or not 4 <= end <= MAX_KNOWN_HEAD_BYTES
-            or head.content_length is None
-            or len(data) - end != head.content_length
+            or len(data) - end != num_body
             or not head.keep_alive
             or b"expect" in head.headers
         ):
@@ -247,6 +318,9 @@ class MessageReader:
         self._head = head
         self.has_head = True
         self._body = bytearray()
+        if head.content_length is not None and head.content_length > LONG_BYTES:
+            self.long = self._prepare(head)
+            self._is_parser_behind = self.long is not None
 
     def _check_screen(self, head: MessageHead) -> None:
         """Refuse a message by its head alone, before the body is read, if the body is long or the
@@ -278,6 +352,10 @@ class MessageReader:
     def on_body(self, part: bytes) -> None:
         head = self._head
         assert head is not None
+        if self.long is not None:
+            # As long as it gets the whole body, the parser says when it is complete.
+            self._copy_long(part, self.long.fill)
+            return
         if not self._body and not self._first_part and len(part) == head.content_length:
             self._first_part = part
             return
@@ -288,16 +366,31 @@ class MessageReader:
     def on_message_complete(self) -> None:
         if self._is_upgrade:
             return
+        self._end_message()
+
+    def _end_message(self) -> None:
         assert self._head is not None
         self.at_boundary = True
         self._num_complete += 1
+        long, self.long = self.long, None
+        self._is_parser_behind = False
         body = self._first_part or self._body
         self._drop_body()
-        self._receive((self._head, body))
+        if long is None:
+            self._receive((self._head, body))
+        elif (whole := long.buffer) is not None:
+            self._receive((self._head, whole))
+        else:
+            self._receive((self._head, b"", long))
 
     def _drop_body(self) -> None:
         """Drop the body, which its exchange has: an idle connection keeps none."""
         self._first_part, self._body = b"", bytearray()
+
+    def _drop_long(self) -> None:
+        long, self.long = self.long, None
+        if long is not None:
+            long.drop()
 
     def _refuse(self, status: int, text: str) -> NoReturn:
         self._refusal = Rejection(status, text)

@@ -13,9 +13,10 @@ from typing import Any
 
 from penstock.config import HttpLimits
 from penstock.protocols.http import Connection, Handler
-from penstock.protocols.http_reader import MessageHead, Screen
+from penstock.protocols.http_reader import MessageHead, Prepare, Screen
 from penstock.serving.lifecycle import Lifecycle
 
+HEAD_BYTES = 8 * 1024
 SWEEP_S = 1.0
 # Connections swept in one loop iteration: sweeping 10,000 at once would block the loop for 10 ms,
 # and closing a thousand of them for 50 ms.
@@ -33,11 +34,17 @@ class HttpServer:
         limits: HttpLimits,
         screen: Screen = lambda head: True,
         lifecycle: Lifecycle | None = None,
+        prepare: Prepare = lambda head: None,
     ) -> None:
         """`screen` decides whether a long body is read; if not, the handler gets the head alone.
+        `prepare` gives memory to long bodies.
         While draining, each connection, also an idle one, closes after its next answer."""
         self.handler = handler
         self.screen = screen
+        self.prepare = prepare
+        # For the starts of messages on connections that receive long bodies: what is read here is
+        # used before the next read.
+        self.head_buffer = memoryview(bytearray(HEAD_BYTES))
         self.limits = limits
         self.lifecycle = lifecycle or Lifecycle()
         self.known_heads: dict[bytes, MessageHead] = {}
@@ -89,6 +96,8 @@ class HttpServer:
 
     def forget_heads(self) -> None:
         """Clear the cached heads, because handlers' notes on them may be outdated."""
+        for head in self.known_heads.values():
+            head.note = None  # A body may be being received for it.
         self.known_heads.clear()
 
     @property

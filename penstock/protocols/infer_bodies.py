@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.config import HttpLimits
@@ -35,7 +35,9 @@ class InferBodies:
             self._inflating.add(task)
             task.add_done_callback(self._inflating.discard)
             return False
-        call.json_bytes = self._json_bytes(exchange)
+        long = exchange.long
+        size = len(exchange.body) if long is None else long.num_received
+        call.json_bytes = json_bytes_of(head.headers, size, self._limits)
         head.note = call
         return True
 
@@ -44,7 +46,8 @@ class InferBodies:
         packed, limit = exchange.body, self._limits.max_body_bytes
         try:
             exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
-            call.json_bytes = self._json_bytes(exchange)
+            size = len(exchange.body)
+            call.json_bytes = json_bytes_of(exchange.head.headers, size, self._limits)
             self._infer(call, exchange)
         except PenstockError as error:
             exchange.body = packed
@@ -52,26 +55,26 @@ class InferBodies:
         except Exception:  # Keep serving.
             exchange.reply_bug()
 
-    def _json_bytes(self, exchange: Exchange) -> int | None:
-        """Return the length of the JSON part; None when it is the whole body."""
-        header = "Inference-Header-Content-Length"
-        given = exchange.head.headers.get(header.lower().encode())
-        size, length = len(exchange.body), None
-        if given is not None:
-            if not given.isdigit() or len(given) > 18:
-                text = f"{header} must be a number of bytes, got '{given.decode('latin-1')}'"
-                raise InvalidRequest(text)
-            length = int(given)
-            if length > size:
-                raise InvalidRequest(f"{header} is {length}, the body has {size} bytes")
-        if (size if length is None else length) > self._limits.max_json_bytes:
-            raise too_much_json(self._limits, "send large tensors as binary data, or ")
-        return length
-
     async def close(self) -> None:
         for task in self._inflating:
             task.cancel()
         await asyncio.gather(*self._inflating, return_exceptions=True)
+
+
+def json_bytes_of(headers: Mapping[bytes, bytes], size: int, limits: HttpLimits) -> int | None:
+    """Return the length of the JSON part of a body of `size` bytes; None when it is the whole."""
+    header = "Inference-Header-Content-Length"
+    given, length = headers.get(header.lower().encode()), None
+    if given is not None:
+        if not given.isdigit() or len(given) > 18:
+            text = f"{header} must be a number of bytes, got '{given.decode('latin-1')}'"
+            raise InvalidRequest(text)
+        length = int(given)
+        if length > size:
+            raise InvalidRequest(f"{header} is {length}, the body has {size} bytes")
+    if (size if length is None else length) > limits.max_json_bytes:
+        raise too_much_json(limits, "send large tensors as binary data, or ")
+    return length
 
 
 def too_much_json(limits: HttpLimits, advice: str = "") -> TooLarge:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +12,7 @@ from penstock.protocols.http import JSON, Exchange
 from penstock.protocols.http_errors import reply_error
 from penstock.protocols.route import Match
 from penstock.serving.served import Served
-from penstock.types import Request, Response, Servable, TensorSpec
+from penstock.types import OutputKeeper, Request, Response, Servable, TensorSpec
 from penstock.wire import compression
 from penstock.wire.v2 import Codec
 
@@ -49,6 +49,7 @@ class InferSink:
     # The model's outputs, as for `Codec.encode_answer`.
     _specs: Sequence[TensorSpec] | None
     request: Request | None = None
+    _keeper: OutputKeeper | None = None
 
     def abandon(self) -> None:
         if self.request is not None:
@@ -77,9 +78,15 @@ class InferSink:
             headers += b"Content-Encoding: %b\r\n" % call.accepts
             self._exchange.reply(200, headers, (body,))
         elif tail:
-            self._exchange.reply(200, headers, (head, *tail))
+            self._keeper = answer.keeper
+            self._exchange.reply(200, headers, (head, *tail), self._keep)
         else:
             self._exchange.reply(200, headers, (head,))
+
+    def _keep(self) -> Callable[[], None] | None:
+        if self._keeper is None or self.request is None:
+            return None
+        return self._keeper.keep(self.request)
 
 
 class LoggedSink(InferSink):

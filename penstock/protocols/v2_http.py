@@ -16,10 +16,14 @@ from penstock.protocols.gate import Gate, no_route, short_path
 from penstock.protocols.handler_tasks import HandlerTasks, RouteHandler, make_handlers, with_audit
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
-from penstock.protocols.infer_bodies import InferBodies, too_much_json
+from penstock.protocols.http_reader import LongBody, MessageHead
+from penstock.protocols.infer_bodies import InferBodies, json_bytes_of, too_much_json
 from penstock.protocols.infer_http import InferCall, InferSink, LoggedSink
 from penstock.protocols.route import Match
+from penstock.protocols.route_table import find
+from penstock.protocols.tensor_bodies import TensorBody, make_body
 from penstock.serving.management import ManagementApi
+from penstock.serving.model import Model
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
 
@@ -31,6 +35,9 @@ class Router(Protocol):
         """Count an inference request before its body is read; QuotaExceeded if too many came."""
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
+
+    def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
+        """Return memory for the body of an inference request; None: it is read as any other."""
 
     def refuse(self, exchange: Exchange, error: Refusal) -> bool:
         """Answer an inference request whose head or encoding is wrong. False: it is left to another
@@ -93,14 +100,28 @@ class Models:
         reply_error(exchange, error)
         return True
 
+    def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
+        if self._lifecycle.is_draining:
+            return None
+        try:
+            model = self._catalog.find(call.model_name, call.model_version)
+        except PenstockError:
+            return None  # `infer` reports it.
+        if not isinstance(model, Model):
+            return None
+        return make_body(self._codec, model, json_bytes, num_bytes)
+
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
             if self._lifecycle.is_draining:
                 raise NotReady("the server is shutting down")
-            body, received = exchange.body, exchange.received
-            if call.json_bytes == 0:
+            body, received, long = exchange.body, exchange.received, exchange.long
+            if long is not None:
+                assert isinstance(long, TensorBody)
+                request = long.request(model, sink, received)
+            elif call.json_bytes == 0:
                 request = decode_raw(body, model.config, sink, received)
             else:
                 request = self._codec.decode_infer(body, call.json_bytes, sink, received)
@@ -110,7 +131,10 @@ class Models:
         request.caller = call.caller
         sink.request = request
         exchange.abandon = sink.abandon
-        model.submit(request)
+        if long is None or not isinstance(model, Model):
+            model.submit(request)
+        else:
+            model.submit(request, long.reservation)
 
 
 class V2Http:
@@ -147,6 +171,31 @@ class V2Http:
             self._infer(call, exchange)
         except (PenstockError, WrongHead) as error:
             self._refuse(exchange, call, error)
+
+    def prepare(self, head: MessageHead) -> LongBody | None:
+        """Return memory for a long body, before it is read. None if the message is no inference
+        with binary tensors, or will be refused, which happens when it is complete."""
+        call, length = head.note, head.content_length
+        if call is None:
+            call = self._read_head(head)
+        if not isinstance(call, InferCall) or call.json_bytes is None or length is None:
+            return None
+        return self._router.prepare(call, call.json_bytes, length)
+
+    def _read_head(self, head: MessageHead) -> InferCall | None:
+        """Return the call that a new head announces, if its body has binary tensors; decides
+        nothing."""
+        match, headers = find(head.path), head.headers
+        if match is None or match.route.handler != "infer" or not self.screen(head):
+            return None
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            return None
+        call = InferCall(match, headers)
+        try:
+            call.json_bytes = json_bytes_of(headers, head.content_length or 0, self._limits)
+        except PenstockError:
+            return None
+        return call
 
     def _refuse(self, exchange: Exchange, call: object, error: Refusal) -> None:
         """Answer a message that never reached a model, and write it to the access log."""

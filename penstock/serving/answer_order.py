@@ -36,6 +36,7 @@ def respond_in_turn(
 ) -> None:
     """Answer the request once all earlier ones have been answered."""
     if isinstance(answer, Response):
+        answer.keeper = None
         for output in answer.outputs:
             output.data = bytes(output.data)  # The answer may outlive its slab row.
     for earlier, its_answer in sequencer.finish(request.turn, (request, answer)):

@@ -29,6 +29,7 @@ from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
+from penstock.serving.reservation import Reservation
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Supervisor
@@ -131,7 +132,18 @@ class Model:
         self.memory.close()
         self._admission.close()
 
-    def submit(self, request: Request) -> None:
+    def reserve(self, form: object) -> Reservation | None:
+        """Reserve memory for a request of this form that is being received; None: receive it into
+        private memory. It is not queued or admitted before `submit`."""
+        if self.readiness.state != "READY":
+            return None
+        try:
+            return self.memory.reserve(form)
+        except OSError:
+            return None  # No shared memory is left; `submit` reports it.
+
+    def submit(self, request: Request, reserved: Reservation | None = None) -> None:
+        """`reserved` is the memory of the inputs; an admitted request adopts it."""
         try:
             if self.readiness.state != "READY":
                 raise self.readiness.not_ready()
@@ -142,7 +154,8 @@ class Model:
             request.respond(error)
             return
         try:
-            self.memory.place(request)
+            if reserved is None or not self.memory.adopt(request, reserved):
+                self.memory.place(request)
         except Exception:  # A request that cannot be copied must not stay in the queue.
             log.exception("%s: a request could not be placed in shared memory", self.config.name)
             failure = BackendFailed("the request could not be placed in shared memory")

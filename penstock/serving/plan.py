@@ -82,12 +82,14 @@ class Fit:
 @dataclass(slots=True, eq=False)
 class Ticket:
     """How an admitted request runs, and what it holds. The batcher sets `queue`: its lane, or the
-    reruns; None: not queued. Its place in shared memory is `slab` and `row`; None: no rows."""
+    reruns; None: not queued. Its place in shared memory is `slab` and `row`; None: no rows. Extents
+    of its own, if it was received into them, begin at `offsets`."""
 
     fit: Fit
     queue: Lane | deque[Request] | None = None
     slab: Slab | None = None
     row: int = 0
+    offsets: tuple[int, ...] = ()
 
 
 # Fit of requests that are only queued and never run, as in a simulation.

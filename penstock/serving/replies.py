@@ -125,6 +125,7 @@ class Replies:
                 fit = request.ticket.fit
                 if fit.has_fixed_outputs:
                     response.form = fit
+                    response.keeper = self._memory
                 self.finish(request, response)
         return answered
 

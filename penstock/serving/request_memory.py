@@ -6,12 +6,14 @@ spill when their batch is sent. Knows no process: a `Dispatch` frame is all that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from penstock.errors import TooLarge
 from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
-from penstock.serving.plan import RequestPlan
+from penstock.serving.plan import Fit, RequestPlan
+from penstock.serving.reservation import Reservation
 from penstock.serving.slab import Extents, Segment, Slab, SlabPool, aligned
 from penstock.types import Request, Tensor
 from penstock.wire import frames
@@ -29,6 +31,10 @@ class RequestMemory:
         self._metrics = context.metrics
         self.input_spill = Segment(config.memory.spill_bytes)
         self.extents = Extents(config.memory.spill_bytes)
+        # Of bodies that are being received, and of queued requests: they can be moved out.
+        self._receiving: set[Reservation] = set()
+        self._queued: set[Request] = set()
+        self._num_reserved_bytes = 0
         max_slabs = max(config.memory.max_slabs, 2 * config.num_instances)
         self.pool = SlabPool(context.planner.slab_bytes, max_slabs)
         # Every slab there is; it grows, and workers must map each before its first batch.
@@ -73,6 +79,82 @@ class RequestMemory:
         request.inputs = ()
         return True
 
+    def reserve(self, form: object) -> Reservation | None:
+        """Reserve memory for a request of a form that was served before, while it is received. None
+        if it has to be copied: its form is unknown, it is padded, or too much is reserved."""
+        fit = self._planner.known.get(form)
+        if fit is None or fit.plan.own_shapes is not None:
+            return None
+        geometry, count = fit.plan.geometry, fit.plan.num_rows
+        if geometry.layout is None:
+            return self._reserve_extents(fit)
+        slab = self.pool.reserve(geometry, geometry.layout, count)
+        if slab is None:
+            return None
+        row = slab.next_row - count
+        views = [slab.seg.view] * len(fit.plan.order)
+        for (offset, row_bytes), index in zip(geometry.input_columns, fit.plan.order, strict=True):
+            start = offset + row * row_bytes
+            views[index] = slab.seg.view[start : start + count * row_bytes]
+        return Reservation(fit, views, self, slab, row)
+
+    def _reserve_extents(self, fit: Fit) -> Reservation | None:
+        sizes = [0] * len(fit.plan.order)
+        for index, size in zip(fit.plan.order, fit.plan.sizes, strict=True):
+            sizes[index] = size or 0
+        total = sum(map(aligned, sizes))
+        # What is copied must find room too, whatever slow clients and long queues hold.
+        if self._num_reserved_bytes + total > self.extents.capacity // 4:
+            return None
+        offsets: list[int] = []
+        for size in sizes:
+            offset = self.extents.allocate(size)
+            if offset is None:
+                for each in offsets:
+                    self.extents.release(each)
+                return None
+            offsets.append(offset)
+        self._num_reserved_bytes += total
+        view = self.input_spill.view
+        views = [view[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
+        reservation = Reservation(fit, views, self, offsets=tuple(offsets))
+        self._receiving.add(reservation)
+        return reservation
+
+    def give_back(self, reservation: Reservation) -> None:
+        slab, count = reservation.slab, reservation.fit.plan.num_rows
+        if slab is not None:
+            self.pool.received(slab, count)
+            self.pool.release(slab, count, was_dispatched=False)
+        else:
+            self._receiving.discard(reservation)
+            self._release_offsets(reservation.offsets, reservation.fit)
+
+    def _release_offsets(self, offsets: Sequence[int], fit: Fit) -> None:
+        self._num_reserved_bytes -= sum(aligned(size or 0) for size in fit.plan.sizes)
+        for offset in offsets:
+            self.extents.release(offset)
+
+    def adopt(self, request: Request, reservation: Reservation) -> bool:
+        """Give the request the memory that was reserved for it, and that it fills. False if that
+        has another layout, or was given back: then the request has private copies."""
+        ticket = request.ticket
+        if reservation.memory is not self or reservation.fit is not ticket.fit:
+            reservation.move_out()
+            for tensor, view in zip(request.inputs, reservation.views, strict=True):
+                tensor.data = view
+            return False
+        reservation.memory = None
+        if reservation.slab is None:
+            self._receiving.discard(reservation)
+            self._queued.add(request)
+            ticket.offsets = reservation.offsets
+            return True
+        ticket.slab, ticket.row = reservation.slab, reservation.row
+        self.pool.received(reservation.slab, request.num_rows)
+        request.inputs = ()
+        return True
+
     def _fill_padded(self, request: Request, plan: RequestPlan, slab: Slab) -> None:
         pads, geometry = self._planner.pads, plan.geometry
         assert pads is not None and plan.own_shapes is not None
@@ -91,6 +173,17 @@ class RequestMemory:
         if slab is not None:
             ticket.slab = None
             self.pool.release(slab, request.num_rows, was_dispatched)
+        elif ticket.offsets:
+            self._queued.discard(request)
+            offsets, ticket.offsets = ticket.offsets, ()
+            self._release_offsets(offsets, ticket.fit)
+
+    def keep(self, request: Request) -> Callable[[], None]:
+        """Keep the rows of a request that is being answered; return what releases them."""
+        ticket = request.ticket
+        slab, ticket.slab = ticket.slab, None
+        assert slab is not None
+        return partial(self.pool.release, slab, request.num_rows)
 
     def requeued(self, request: Request) -> None:
         """Record that a request that was dispatched is queued again; it keeps its rows."""
@@ -110,12 +203,35 @@ class RequestMemory:
 
     def _place_extents(self, batch: RunningBatch) -> int:
         for index, request in enumerate(batch.requests):
-            extents = self._copy(request.inputs) if index < MAX_PARTS else None
+            extents = self._extents_of(request) if index < MAX_PARTS else None
+            if extents is None and index == 0:
+                # Those behind it in the queue must not block it.
+                self._move_out()
+                extents = self._extents_of(request)
             if extents is None:
                 assert index or self.extents.num_held, "one request fits an empty spill segment"
                 return index
             batch.extents.append(extents)
         return len(batch.requests)
+
+    def _extents_of(self, request: Request) -> tuple[frames.Extent, ...] | None:
+        """Return the extents that the request holds, or copies; None if these do not all fit."""
+        if not request.ticket.offsets:
+            return self._copy(request.inputs)
+        self._queued.discard(request)
+        return tuple(
+            frames.Extent(each.name, each.datatype, each.shape, offset, len(each.data))
+            for each, offset in zip(request.inputs, request.ticket.offsets, strict=True)
+        )
+
+    def _move_out(self) -> None:
+        """Move what is being received, and what is queued, out of the spill."""
+        for reservation in list(self._receiving):
+            reservation.move_out()
+        for request in list(self._queued):
+            for tensor in request.inputs:
+                tensor.data = bytes(tensor.data)
+            self.release(request)
 
     def _copy(self, tensors: Sequence[Tensor]) -> tuple[frames.Extent, ...] | None:
         """Copy tensors into extents of the spill; None if they do not all fit."""
@@ -154,8 +270,24 @@ class RequestMemory:
             self.pool.dispatched(slab, num_rows)
         assert slab is not None
         runs.append(frames.RowRange(slab.id, start, count))
+        if len(runs) > 1:
+            runs = self._sorted_runs(batch)
         parts = self._parts(batch) if self.needs_parts else ()
         return frames.Dispatch(batch.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
+
+    def _sorted_runs(self, batch: RunningBatch) -> list[frames.RowRange]:
+        """Sort the requests of a batch by their rows; return the runs of adjacent rows. Requests
+        whose bodies were received side by side are complete in any order."""
+        batch.requests.sort(key=_place_of)
+        runs: list[frames.RowRange] = []
+        for request in batch.requests:
+            slab_id, row = _place_of(request)
+            last = runs[-1] if runs else None
+            if last is not None and last.slab == slab_id and last.row + last.count == row:
+                runs[-1] = frames.RowRange(slab_id, last.row, last.count + request.num_rows)
+            else:
+                runs.append(frames.RowRange(slab_id, row, request.num_rows))
+        return runs
 
     def _parts(self, batch: RunningBatch) -> tuple[frames.RequestPart, ...]:
         return tuple(
@@ -194,9 +326,11 @@ class RequestMemory:
         return outputs
 
     def release_extents(self, batch: RunningBatch) -> None:
-        for extents in batch.extents:
-            for extent in extents:
-                self.extents.release(extent.offset)
+        """Release the copies; requests keep extents of their own."""
+        for request, extents in zip(batch.requests, batch.extents, strict=False):
+            if not request.ticket.offsets:
+                for extent in extents:
+                    self.extents.release(extent.offset)
         batch.extents = []
 
     def release_batch(self, batch: RunningBatch) -> None:
@@ -205,3 +339,9 @@ class RequestMemory:
         for request in batch.requests:
             self.release(request)
             request.inputs = ()
+
+
+def _place_of(request: Request) -> tuple[int, int]:
+    slab = request.ticket.slab
+    assert slab is not None
+    return slab.id, request.ticket.row

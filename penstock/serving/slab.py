@@ -139,6 +139,8 @@ class Slab:
     num_held: int = 0
     # Rows taken but not yet dispatched.
     num_waiting: int = 0
+    # Rows whose request is not complete yet; they count as waiting too.
+    num_reserved: int = 0
 
 
 class SlabPool:
@@ -152,6 +154,9 @@ class SlabPool:
     def __init__(self, slab_bytes: int, max_slabs: int) -> None:
         self.slab_bytes = slab_bytes
         self._max_slabs = max_slabs
+        # Slow clients must not hold all slabs: few may have reserved rows at a time.
+        self._max_reserving = max(1, max_slabs // 4)
+        self._num_reserving = 0
         self._free: list[Slab] = []
         self._open: dict[object, Slab] = {}
         self.slabs: list[Slab] = []
@@ -184,6 +189,26 @@ class SlabPool:
         slab.num_waiting += count
         return slab
 
+    def reserve(self, geometry: object, layout: Layout, count: int) -> Slab | None:
+        """Take rows as `place` does, for a request that is still being received. None if slabs
+        with such rows are too many."""
+        slab = self._open.get(geometry)
+        has_room = slab is not None and slab.next_row + count <= layout.capacity
+        is_reserving = has_room and slab is not None and slab.num_reserved > 0
+        if not is_reserving and self._num_reserving >= self._max_reserving:
+            return None
+        slab = self.place(geometry, layout, count)
+        if slab is not None:
+            self._num_reserving += slab.num_reserved == 0
+            slab.num_reserved += count
+        return slab
+
+    def received(self, slab: Slab, count: int) -> None:
+        """Record that the request of reserved rows is complete, or gives them up."""
+        slab.num_reserved -= count
+        if slab.num_reserved == 0:
+            self._num_reserving -= 1
+
     def dispatched(self, slab: Slab, count: int) -> None:
         """Record that the rows are with a worker. A slab without other queued rows is closed, so
         that the next requests start a fresh one at row 0 and stay adjacent."""
@@ -203,6 +228,8 @@ class SlabPool:
 
     def close(self) -> None:
         for slab in self.slabs:
+            # Answers that are being sent, and bodies that are being received, still hold rows.
+            slab.is_open = False
             slab.seg.close()
         self.slabs.clear()
         self._free.clear()

@@ -60,6 +60,13 @@ class Codec:
             self._remember(rest, request)
         return request
 
+    def find_form(self, head: bytes, num_tail: int) -> tuple[str, InferTemplate] | None:
+        """Return the id and the form of a request by its JSON part, if tensors of this many bytes
+        in all follow it and the form is known."""
+        id, rest = _split_id(head)
+        form = self._forms.get(rest)
+        return None if form is None or form.num_bytes != num_tail else (id, form)
+
     def _decode_json(self, body: Buffer, sink: ReplySink, received: float) -> Request:
         if len(body) > MAX_FORM_BYTES:
             return read_infer(body, memoryview(b""), sink, received)[1]

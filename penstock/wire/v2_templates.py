@@ -6,7 +6,7 @@ Clients send the same JSON again and again, so `v2.Codec` parses and lays it out
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -65,8 +65,8 @@ class InferTemplate:
     is JSON, around its data."""
 
     __slots__ = (
-        "_inputs", "_pack", "_parameters", "_priority", "_read_list", "_timeout_s", "outputs",
-        "prefers_binary",
+        "_inputs", "_pack", "_parameters", "_priority", "_read_list", "_timeout_s", "num_bytes",
+        "outputs", "prefers_binary",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -76,6 +76,7 @@ class InferTemplate:
         self._priority = request.priority
         self._timeout_s = request.timeout_s
         self._inputs = [(t.name, t.datatype, t.shape, len(t.data)) for t in request.inputs]
+        self.num_bytes = sum(len(t.data) for t in request.inputs)
         _, name, _, nbytes = self._inputs[0]
         if name in FORMATS:
             self._read_list = flat_lists[DATATYPES[name].numpy.kind]
@@ -91,6 +92,19 @@ class InferTemplate:
             start = end
         if start != len(tail):
             return None
+        return self._make(id, inputs, sink, received)
+
+    def fill_parts(
+        self, id: str, parts: Sequence[Buffer], sink: ReplySink, received: float
+    ) -> Request:
+        """Make a request of this form whose tensors lie in several places."""
+        inputs = [
+            Tensor(name, datatype, shape, data)
+            for (name, datatype, shape, _), data in zip(self._inputs, parts, strict=True)
+        ]
+        return self._make(id, inputs, sink, received)
+
+    def _make(self, id: str, inputs: list[Tensor], sink: ReplySink, received: float) -> Request:
         request = Request(sink, inputs, received, id=id, outputs=self.outputs)
         request.form = self
         request.parameters = self._parameters

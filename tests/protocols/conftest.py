@@ -15,6 +15,7 @@ import uvloop
 
 from penstock.config import HttpLimits
 from penstock.protocols.http import Exchange
+from penstock.protocols.http_reader import Prepare
 from penstock.protocols.http_server import HttpServer
 
 TEST_TIMEOUT_S = 20.0
@@ -164,9 +165,11 @@ def serve() -> Serve:
 
     @asynccontextmanager
     async def run(
-        handler: Callable[[Exchange], None], limits: HttpLimits | None = None
+        handler: Callable[[Exchange], None],
+        limits: HttpLimits | None = None,
+        prepare: Prepare = lambda head: None,
     ) -> AsyncIterator[Served]:
-        server = HttpServer(handler, limits or HttpLimits())
+        server = HttpServer(handler, limits or HttpLimits(), prepare=prepare)
         port = await server.start("127.0.0.1", 0)
         try:
             yield Served(server, port)

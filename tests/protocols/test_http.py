@@ -96,6 +96,9 @@ class Wire:
 
     write_eof = close
 
+    def get_extra_info(self, name: str) -> object:
+        return self  # As if it used TLS: it has no socket to write to.
+
     def get_write_buffer_size(self) -> int:
         return 0
 

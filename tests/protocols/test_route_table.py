@@ -4,7 +4,7 @@ reaches a handler without it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from urllib.parse import unquote
 
@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2
 
 from penstock.config import HttpLimits
 from penstock.dashboard.pages import Pages
+from penstock.protocols.answer_sender import Keep
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.handler_tasks import MetricsHttp, make_handlers
 from penstock.protocols.http import Connection, Exchange, Handler
@@ -31,6 +32,7 @@ from penstock.protocols.v2_http import V2Http
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi
+from penstock.types import Buffer
 
 # What each route needs. A new route must be entered here, with thought.
 SCOPES = {
@@ -293,6 +295,9 @@ class Passed:
     def finish(self, data: bytes, keep_alive: bool) -> None:
         self._exchange.pass_on(data, keep_alive)
 
+    def finish_long(self, parts: Sequence[Buffer], keep_alive: bool, keep: Keep | None) -> None:
+        self.finish(b"".join(parts), keep_alive)
+
 
 class Wire:
     """A transport that keeps what is written."""
@@ -304,6 +309,9 @@ class Wire:
         self.sent += data
 
     def close(self) -> None: ...
+
+    def get_extra_info(self, name: str) -> object:
+        return self  # As if it used TLS: it has no socket to write to.
 
     def get_write_buffer_size(self) -> int:
         return 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from certificates import make_certificates
+from long_bodies import Receiver, bytes_of, post
 
 from penstock.config import HttpLimits, TlsConfig
 from penstock.errors import ConfigError
@@ -121,6 +122,24 @@ async def test_a_server_speaks_tls_and_nothing_else(folder: Path) -> None:
     writer.write(GET)
     assert b"HTTP/1.1" not in await reader.read()
     writer.close()
+    await server.close()
+
+
+async def test_long_bodies_and_answers_are_encrypted_like_short_ones(folder: Path) -> None:
+    receiver = Receiver()
+    server = HttpServer(receiver, HttpLimits(), prepare=receiver.prepare)
+    port = await server.start("127.0.0.1", 0, tls=TlsFiles(config(folder)).load())
+    context = client(folder)
+    reader, writer = await asyncio.open_connection("localhost", port, ssl=context)
+    for size in (5, 100_000, 3_000_000, 5, 100_000, 8_000_000):
+        body = bytes_of(size)
+        writer.write(post(body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert await reader.readexactly(size) == body
+    assert len(receiver.bodies) == 4
+    writer.close()
+    await writer.wait_closed()
     await server.close()
 
 

@@ -170,7 +170,7 @@ async def run_until(
 @contextlib.asynccontextmanager
 async def own_server(v2: V2Http) -> AsyncIterator[SimpleNamespace]:
     """The core's own listener."""
-    server = HttpServer(v2.handle, HttpLimits())
+    server = HttpServer(v2.handle, HttpLimits(), prepare=v2.prepare)
     yield SimpleNamespace(port=await server.start("127.0.0.1", 0))
     await server.close()
 

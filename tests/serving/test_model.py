@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +52,7 @@ from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
 from penstock.serving.quotas import Quota, Quotas
+from penstock.serving.reservation import Reservation
 from penstock.serving.slab import Segment
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
 from penstock.wire import frames
@@ -1135,16 +1136,74 @@ def test_drain_returns_when_the_last_request_cannot_be_sent():
     run(config, scenario)
 
 
+class KeepingSink(RecordingSink):
+    """Keeps the memory of some answers for a while, as one whose client reads slowly."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self._chance = chance
+        self._kept: list[tuple[memoryview, bytes]] = []
+        self._release: Callable[[], None] | None = None
+
+    def respond(self, request, answer, final) -> None:
+        super().respond(request, answer, final)
+        keeper = answer.keeper if isinstance(answer, Response) else None
+        if keeper is not None and self._chance.random() < 0.3:
+            self._kept = [(each.data, bytes(each.data)) for each in answer.outputs]
+            self._release = keeper.keep(request)
+
+    def release(self) -> None:
+        for view, data in self._kept:
+            assert view == data, "kept memory was given to another request"
+        self._kept = []
+        if self._release is not None:
+            self._release()
+            self._release = None
+
+
+@dataclass
+class Receiving:
+    """A request whose bytes arrive in the memory that was reserved for it."""
+
+    request: Request
+    values: list[np.ndarray]
+    reservation: Reservation
+    num_received: int = 0
+
+    def receive(self, num_bytes: int) -> None:
+        """Fill from the front, as the connection does."""
+        start, end = self.num_received, self.num_received + num_bytes
+        for tensor, view in zip(self.request.inputs, self.reservation.views, strict=True):
+            a, b = max(0, start), max(0, min(end, len(view)))
+            if a < b:
+                view[a:b] = memoryview(tensor.data)[a:b]
+            start -= len(view)
+            end -= len(view)
+        self.num_received += num_bytes
+
+    def submit(self, model: Model) -> None:
+        self.receive(1 << 20)
+        for tensor, view in zip(self.request.inputs, self.reservation.views, strict=True):
+            tensor.data = view
+        model.submit(self.request, self.reservation)
+        self.reservation.drop()
+
+
 class Chaos:
-    """Random requests, cancels, steps and deaths; then everything must come to an end."""
+    """Random requests, cancels, steps and deaths; then everything must come to an end. Some
+    requests are received into shared memory, and may be given up before they are complete."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config = config
         self.chance = random.Random(seed)
+        self.num_made = 0
         self.sent: list[tuple[Request, list[np.ndarray]]] = []
+        self.receiving: list[Receiving] = []
+        self.forms: dict[object, object] = {}
 
     def send(self, model: Model) -> None:
-        number = len(self.sent)
+        number = self.num_made
+        self.num_made += 1
         rows = self.chance.randint(1, 4)
         values = []
         for spec in self.config.inputs:
@@ -1152,14 +1211,47 @@ class Chaos:
             full = (rows, *shape) if self.config.max_batch_size else shape
             values.append(canary(number, full, spec.datatype))
         request = ask(self.config, *values)
+        request.sink = KeepingSink(self.chance)
+        request.form = self.forms.setdefault(tuple(each.shape for each in values), object())
+        reservation = model.reserve(request.form) if self.chance.random() < 0.5 else None
+        if reservation is not None:
+            self.receiving.append(Receiving(request, values, reservation))
+            return
         self.sent.append((request, values))
         model.submit(request)
+
+    def receive(self, model: Model) -> None:
+        """Let one of those that are being received go on, become slow, leave or be complete."""
+        body = self.chance.choice(self.receiving)
+        match self.chance.randrange(5):
+            case 0:
+                body.receive(self.chance.randrange(2000))
+            case 1:
+                body.reservation.move_out()
+            case 2:
+                self.receiving.remove(body)
+                body.reservation.drop()
+            case _:
+                self.complete(body, model)
+
+    def complete(self, body: Receiving, model: Model) -> None:
+        self.receiving.remove(body)
+        self.sent.append((body.request, body.values))
+        body.submit(model)
+
+    def release(self) -> None:
+        for request, _ in self.sent:
+            request.sink.release()
 
     async def __call__(self, model: Model, puppets: Puppets) -> None:
         for _ in range(self.chance.randrange(10, 60)):
             action = self.chance.random()
-            if action < 0.45:
+            if action < 0.4:
                 self.send(model)
+            elif action < 0.52 and self.receiving:
+                self.receive(model)
+            elif action < 0.54:
+                self.release()
             elif action < 0.6 and self.sent:
                 model.cancel(self.chance.choice(self.sent)[0])
             elif action < 0.85 and puppets.alive:
@@ -1168,12 +1260,15 @@ class Chaos:
                 self.chance.choice(puppets.alive).kill()
             else:
                 await settle(self.chance.randrange(1, 8))
+        for body in list(self.receiving):
+            self.complete(body, model)
         for _ in range(2000):
             if all(request.is_done for request, _ in self.sent):
                 break
             await puppets.step_all()
             await asyncio.sleep(0.0005)
         await puppets.step_all()
+        self.release()
         self.check(model)
 
     def check(self, model: Model) -> None:
@@ -1191,6 +1286,7 @@ class Chaos:
                     assert "twice" in str(answer)
         assert model.num_waiting == model.num_running == 0
         assert model.memory.pool.num_in_use == model.memory.extents.num_held == 0
+        assert not any(slab.num_reserved for slab in model.memory.pool.slabs)
         self.check_counts(model.metrics)
 
     def check_counts(self, metrics: ModelMetrics) -> None:
@@ -1213,6 +1309,8 @@ class Chaos:
         replace(PADDED, num_instances=2),
         TEXT,
         UNBATCHED,
+        # Its largest requests fit the spill only if no other one holds a part of it.
+        replace(UNBATCHED, memory=MemoryPolicy(slab_bytes=1024, spill_bytes=2560)),
         replace(MIXED, num_instances=2),
         replace(
             VARIABLE,
@@ -1247,6 +1345,7 @@ class Chaos:
         "padded",
         "text",
         "unbatched",
+        "tight",
         "mixed",
         "ordered",
         "shared",

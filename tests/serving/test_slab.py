@@ -125,6 +125,39 @@ def test_full_slabs_refuse_unless_the_rows_are_needed_to_dispatch():
     slabs.close()
 
 
+def test_few_slabs_have_reserved_rows_at_a_time():
+    slabs = pool(max_slabs=8)
+    reserved = [slabs.reserve("a", LAYOUT, 1) for _ in range(9)]
+    assert [slab.id for slab in reserved[:8]] == [0] * 4 + [1] * 4
+    assert reserved[8] is None, "a third slab would be more than a quarter of them"
+    assert take(slabs, "a", 1).slab.id == 2, "complete requests are placed as ever"
+    assert slabs.reserve("a", LAYOUT, 1) is None
+    for slab in reserved[:4]:
+        slabs.received(slab, 1)
+    assert slabs.reserve("a", LAYOUT, 1).id == 2
+    slabs.close()
+
+
+def test_reserved_rows_keep_their_slab_open():
+    slabs = pool()
+    first = slabs.reserve("a", LAYOUT, 1)
+    second = take(slabs, "a", 1)
+    slabs.dispatched(second.slab, second.count)
+    third = take(slabs, "a", 1)
+    assert first is second.slab is third.slab and third.row == 2
+    slabs.close()
+
+
+def test_rows_may_come_back_after_the_pool_is_closed():
+    slabs = pool(max_slabs=8)
+    slab = slabs.reserve("a", LAYOUT, 1)
+    view = slab.seg.view[:16]
+    slabs.close()
+    view[:] = b"still writable .."[:16]
+    slabs.received(slab, 1)
+    slabs.release(slab, 1, was_dispatched=False)
+
+
 @settings(deadline=None, max_examples=at_most(200))
 @given(st.integers(0, 2**32))
 def test_law_rows_are_exclusive_and_all_come_back(seed):
