@@ -31,7 +31,7 @@ from penstock.protocols.http_server import HttpServer
 from penstock.protocols.key_file import read_keys
 from penstock.repository import pbtxt
 from penstock.types import Request, TensorSpec
-from penstock.wire import compression, frames, v2, v2_pb
+from penstock.wire import compression, frames, hpack, v2, v2_pb
 
 MAX_INFLATED = 1 << 16
 # Between requests; no JSON contains it.
@@ -91,6 +91,21 @@ def v2_protobuf(data: bytes) -> None:
     with contextlib.suppress(PenstockError):
         message = v2_pb.parse(service_pb2.ModelInferRequest, data)
         v2_pb.decode_infer(message, Nobody(), 0.0)
+
+
+def header_blocks(data: bytes) -> None:
+    """Blocks of one connection. What is decoded is the same after encoding."""
+    decoder, encoder, again = hpack.Decoder(4096), hpack.Encoder(), hpack.Decoder(1 << 20, 1000)
+    for block in data.split(SEPARATOR):
+        try:
+            fields = decoder.decode(block)
+        except hpack.HeaderListTooLarge:
+            continue
+        except hpack.HpackError as error:
+            assert str(error)
+            return
+        assert again.decode(encoder.encode(tuple(fields))) == fields
+        assert decoder.table_bytes <= hpack.TABLE_BYTES
 
 
 def compressed(data: bytes) -> None:
@@ -331,6 +346,10 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
             b"\x41" + _PIECE.replace(b"\n", b"\r\n") + b'data: {"error":{"message":"no"}}\r\n\r\n',
         ],
         v2_protobuf: [request.SerializeToString(), raw.SerializeToString()],
+        header_blocks: [
+            bytes.fromhex("828684418cf1e3c2e5f23a6ba0ab90f4ff1e828684be5886a8eb10649cbf"),
+            bytes.fromhex("3fe11f400a637573746f6d2d6b65790d637573746f6d2d6865616465721ebe"),
+        ],
         compressed: [compression.deflate(whole, each) for each in compression.ENCODINGS],
         frame: [
             frames.encode(frames.MapSlab(1, 4096)),
