@@ -227,7 +227,7 @@ class _Table:
             self.num_bytes -= _field_bytes(self.entries.pop())
 
 
-class Decoder:
+class HpackDecoder:
     """Decodes the blocks of one direction. `num_changes` counts changes of the dynamic table: while
     it stays the same, equal blocks mean equal fields."""
 
@@ -307,7 +307,7 @@ class Decoder:
         return entries[index - _NUM_STATIC - 1]
 
 
-class Encoder:
+class HpackEncoder:
     """Encodes the blocks of one direction. Only the fields of `repeated` enter the dynamic table,
     and none ever leaves it, so a block is made once and then copied."""
 

@@ -21,7 +21,6 @@ from penstock.types import (
     ReplySink,
     Request,
     RequestedOutput,
-    Response,
     Tensor,
     num_elements,
     pack_bytes,
@@ -49,6 +48,9 @@ CONTENTS: Mapping[str, str] = {
 }  # fmt: skip
 # Typed elements per request: converting them one by one delays all other requests.
 MAX_TYPED = 4 << 20
+# Far more than clients send; what is larger only costs time.
+MAX_ID = 1 << 16
+MAX_PARAMETERS = 1024
 # Requests an empty final answer, for models that may send none or several.
 _KINDS = {bool: "bool", int: "int64", float: "double", str: "string"}
 WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
@@ -66,6 +68,9 @@ def parse(message_type: Proto, data: bytes) -> Proto:
 def decode_infer(message: Proto, sink: ReplySink, received: float) -> Request:
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
+    if len(message.id) > MAX_ID or len(message.parameters) > MAX_PARAMETERS:
+        limits = f"{MAX_ID} characters and {MAX_PARAMETERS} parameters"
+        raise TooLarge(f"the id or the parameters are too large; expected at most {limits}")
     for item in message.inputs:
         if "shared_memory_region" in item.parameters:
             raise Unsupported(f"input '{item.name}': shared memory regions are not supported")
@@ -80,21 +85,6 @@ def decode_infer(message: Proto, sink: ReplySink, received: float) -> Request:
             raise InvalidRequest(f"parameter '{WANTS_EMPTY_FINAL}' must be true or false")
         apply_parameters(request, parameters)
     return request
-
-
-def encode_answer(request: Request, response: Response) -> Proto:
-    """Return a ModelInferResponse; copies the tensors."""
-    outputs, tensors = service_pb2.ModelInferResponse.InferOutputTensor, response.outputs
-    message = service_pb2.ModelInferResponse(
-        model_name=response.model_name,
-        model_version=response.model_version,
-        id=request.id,
-        outputs=[outputs(name=t.name, datatype=t.datatype, shape=t.shape) for t in tensors],
-        raw_output_contents=[bytes(tensor.data) for tensor in tensors],
-    )
-    for name, value in (response.parameters or {}).items():
-        set_parameter(message.parameters[name], value)
-    return message
 
 
 def set_parameter(target: Proto, value: Parameter) -> None:

@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import json
-import os
 import queue
 import signal
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,7 +14,6 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
@@ -612,13 +609,8 @@ def test_keys_open_what_their_scopes_say(tmp_path):
     )
     flags = ("--api-keys", str(keys), "--model-control-mode", "explicit", "--load-model", "m")
     served = Served(null_model(tmp_path / "models", "m"), *flags, grpc=True)
-    # A front that comes later asks for the same keys, whatever became of the file.
-    keys.unlink()
-    (front,) = served.fronts()
-    os.kill(front.pid, signal.SIGKILL)
     headers = {scope: {"authorization": f"Bearer the {scope} secret key"} for scope in SCOPES}
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
-        wait_until_live(client)
         assert client.is_server_ready()
         answer = client.infer("m", number(7), headers=headers["infer"])
         assert answer.as_numpy("y").tolist() == [[7]]
@@ -638,17 +630,6 @@ def test_keys_open_what_their_scopes_say(tmp_path):
         stub = health_pb2_grpc.HealthStub(channel)
         assert stub.Check(health_pb2.HealthCheckRequest()).status == 1
     assert served.terminate() == 0
-
-
-def wait_until_live(client: grpcclient.InferenceServerClient) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            assert client.is_server_live()
-            return
-        except InferenceServerException:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 def test_the_asyncio_client(server):
@@ -715,82 +696,6 @@ def test_the_health_of_a_model_is_watched(explicit):
         watch.cancel()
 
 
-def test_a_killed_front_is_replaced_and_http_does_not_notice(server):
-    workers = {worker.pid for worker in server.workers()}
-    (front,) = server.fronts()
-    statuses: list[int] = []
-    stop = threading.Event()
-
-    def ask_http() -> None:
-        while not stop.is_set():
-            statuses.append(server.infer("faulty", "x", "INT32", [7])[0])
-
-    def ask_grpc() -> None:
-        with grpcclient.InferenceServerClient(server.grpc_address) as client:
-            while not stop.is_set():
-                try:
-                    client.infer("floats", [tensor(floats(10_000), "FP32")])
-                except InferenceServerException:
-                    time.sleep(0.05)
-
-    threads = [threading.Thread(target=each) for each in (ask_http, ask_grpc, ask_grpc)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
-    os.kill(front.pid, signal.SIGKILL)
-    with grpcclient.InferenceServerClient(server.grpc_address) as client:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                answer = client.infer("floats", [tensor(floats(4, 5), "FP32")])
-                break
-            except InferenceServerException as error:
-                assert error.status() == "StatusCode.UNAVAILABLE"
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        np.testing.assert_array_equal(answer.as_numpy("y"), floats(4, 5))
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert set(statuses) == {200}
-    assert {worker.pid for worker in server.workers()} == workers
-    (another,) = server.fronts()
-    assert another.pid != front.pid
-
-
-@pytest.mark.verify
-def test_a_front_that_stands_still_is_replaced(tmp_path):
-    # Much more work than fits into the time until the front is given up.
-    root = null_model(tmp_path, "slow", a_ms=1000, max_batch=1)
-    served = Served(null_model(root, "quick"), grpc=True)
-    (front,) = served.fronts()
-    answers: queue.Queue = queue.Queue()
-    with grpcclient.InferenceServerClient(served.grpc_address) as client:
-        for _ in range(30):
-            client.async_infer("slow", number(), into(answers))
-        while not served.get("/v2/models/slow/stats")[1].count(b'"execution_count":1'):
-            time.sleep(0.05)
-        os.kill(front.pid, signal.SIGSTOP)
-        while front.is_running():
-            began = time.monotonic()
-            assert served.infer("quick", "x", "INT32", [7])[0] == 200, "HTTP does not notice"
-            assert time.monotonic() - began < 5
-            time.sleep(0.1)
-        errors = [answers.get(timeout=60)[1] for _ in range(30)]
-        assert errors.count(None) <= 1
-        (before,) = json.loads(served.get("/v2/models/slow/stats")[1])["model_stats"]
-        assert before["execution_count"] < 28
-    with grpcclient.InferenceServerClient(served.grpc_address) as client:
-        wait_until_live(client)
-        (another,) = served.fronts()
-        assert another.pid != front.pid
-        assert client.infer("quick", number(3)).as_numpy("y").tolist() == [[3]]
-        # What nobody waits for any more is not computed; one may have been running.
-        time.sleep(3)
-        assert num_executions(client, "slow") - before["execution_count"] <= 1
-    assert served.terminate() == 0
-
-
 def test_a_message_beyond_the_limit(tmp_path):
     served = Served(null_model(tmp_path, "m"), "--grpc-max-message-bytes", "4096", grpc=True)
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
@@ -804,7 +709,7 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
     held = HeldModel(tmp_path, "held")
     served = Served(tmp_path, grpc=True)
     processes = served.processes()
-    assert len(processes) == 3, "worker, front and reaper"
+    assert len(processes) == 2, "worker and reaper"
     answers: queue.Queue = queue.Queue()
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
         told: queue.Queue = queue.Queue()
@@ -822,11 +727,3 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
         assert result.as_numpy("y").tolist() == [[7]]
         assert served.finish(processes) == 0
         assert told.empty(), "an idle stream ends without an error"
-
-
-def test_the_front_dies_with_the_core(tmp_path):
-    served = Served(null_model(tmp_path, "m"), grpc=True)
-    processes = served.processes()
-    served.process.kill()
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
-    assert served.finish(processes) == -signal.SIGKILL

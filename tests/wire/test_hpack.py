@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from penstock.wire.hpack import (
     STATIC_TABLE,
     TABLE_BYTES,
-    Decoder,
-    Encoder,
     Field,
     HeaderListTooLarge,
+    HpackDecoder,
+    HpackEncoder,
     HpackError,
     decode_integer,
     encode_integer,
@@ -30,7 +30,7 @@ def fields(text: str) -> list[Field]:
 
 
 def decode(block: bytes, **limits: int) -> list[Field]:
-    return Decoder(limits.pop("max_list_bytes", LIMIT), **limits).decode(block)
+    return HpackDecoder(limits.pop("max_list_bytes", LIMIT), **limits).decode(block)
 
 
 def huffman(text: bytes) -> bytes:
@@ -68,7 +68,7 @@ def test_integers_of_appendix_c_1(value, num_bits, data):
     ],
 )  # fmt: skip
 def test_fields_of_appendix_c_2(data, expected, is_added):
-    decoder = Decoder(LIMIT)
+    decoder = HpackDecoder(LIMIT)
     assert decoder.decode(bytes.fromhex(data)) == [expected]
     assert list(decoder.table) == ([expected] if is_added else [])
     assert decoder.num_changes == is_added
@@ -109,7 +109,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("section", REQUESTS)
 def test_requests_of_appendix_c_3_and_4(section):
-    decoder = Decoder(LIMIT)
+    decoder = HpackDecoder(LIMIT)
     for block, text, (size, table) in zip(
         REQUESTS[section], (FIRST, SECOND, THIRD), TABLES, strict=True
     ):
@@ -163,7 +163,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("section", BLOCKS)
 def test_answers_of_appendix_c_5_and_6_evict(section):
-    decoder = Decoder(LIMIT, max_table_bytes=256)
+    decoder = HpackDecoder(LIMIT, max_table_bytes=256)
     for block, text, (size, order) in zip(BLOCKS[section], ANSWERS, ANSWER_TABLES, strict=True):
         given = fields(text)
         assert decoder.decode(bytes.fromhex(block)) == given
@@ -182,7 +182,7 @@ lists = st.lists(
 @given(st.lists(st.tuples(lists, st.none() | st.sampled_from([0, 100, 4096, 10_000])), max_size=6))
 def test_what_is_encoded_is_decoded(blocks):
     repeated = [(b"grpc-status", b"0"), *(blocks[0][0][:3] if blocks else [])]
-    encoder, decoder = Encoder(repeated), Decoder(LIMIT)
+    encoder, decoder = HpackEncoder(repeated), HpackDecoder(LIMIT)
     for given_fields, limit in blocks:
         if limit is not None:
             encoder.limit_table(limit)
@@ -197,7 +197,7 @@ def test_huffman_strings_are_decoded(text):
 
 
 def test_a_repeated_field_takes_one_byte_once_it_is_known():
-    encoder = Encoder([(b"content-type", b"application/grpc")])
+    encoder = HpackEncoder([(b"content-type", b"application/grpc")])
     head = ((b":status", b"200"), (b"content-type", b"application/grpc"))
     assert len(encoder.encode(head)) > 16
     assert encoder.encode(head) == b"\x88\xbe"
@@ -205,7 +205,7 @@ def test_a_repeated_field_takes_one_byte_once_it_is_known():
 
 
 def test_equal_blocks_mean_equal_fields_while_the_table_stays():
-    decoder = Decoder(LIMIT)
+    decoder = HpackDecoder(LIMIT)
     decoder.decode(literal(b"a", b"1", 0x40))
     before = decoder.num_changes
     assert decoder.decode(b"\xbe") == decoder.decode(b"\xbe") == [(b"a", b"1")]
@@ -216,14 +216,14 @@ def test_equal_blocks_mean_equal_fields_while_the_table_stays():
 
 
 def test_an_entry_larger_than_the_table_empties_it():
-    decoder = Decoder(LIMIT)
+    decoder = HpackDecoder(LIMIT)
     decoder.decode(literal(b"a", b"1", 0x40))
     decoder.decode(literal(b"b", bytes(TABLE_BYTES), 0x40))
     assert decoder.table == () and decoder.table_bytes == 0
 
 
 def test_the_peer_may_shrink_the_table_before_the_first_field():
-    decoder = Decoder(LIMIT)
+    decoder = HpackDecoder(LIMIT)
     decoder.decode(literal(b"a", b"1", 0x40))
     assert decoder.decode(b"\x20" + encode_integer(100, 5, 0x20) + b"\x82") == [
         (b":method", b"GET")
@@ -266,12 +266,12 @@ def test_any_block_is_decoded_or_refused(block):
     except HpackError as error:
         assert str(error)
     else:
-        encoder, decoder = Encoder(), Decoder(LIMIT)
+        encoder, decoder = HpackEncoder(), HpackDecoder(LIMIT)
         assert decoder.decode(encoder.encode(tuple(decoded))) == decoded
 
 
 def test_a_list_that_is_too_large_keeps_the_tables_in_step():
-    decoder = Decoder(1000, max_fields=3)
+    decoder = HpackDecoder(1000, max_fields=3)
     large = literal(b"large", bytes(800), 0x40)
     with pytest.raises(HeaderListTooLarge, match="exceed 1000 bytes"):
         decoder.decode(large + b"\xbe" + literal(b"a", b"1", 0x40))
@@ -283,7 +283,7 @@ def test_a_list_that_is_too_large_keeps_the_tables_in_step():
 
 def test_a_bomb_of_references_is_not_stored():
     """One large entry, named again and again: 4 kB on the wire, 16 MB as a list."""
-    decoder = Decoder(LIMIT)
+    decoder = HpackDecoder(LIMIT)
     decoder.decode(literal(b"a", bytes(4000), 0x40))
     with pytest.raises(HeaderListTooLarge):
         decoder.decode(b"\xbe" * 4096)
