@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from tritonclient.grpc import service_pb2
-
 from penstock.errors import NotAllowed, NotReady, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.gate import Gate
@@ -18,7 +16,7 @@ from penstock.serving.served import Served
 from penstock.types import Buffer, ReplySink, Request, Response
 from penstock.wire.grpc_status import MAX_DETAILS
 from penstock.wire.v2 import classified, wants_classes
-from penstock.wire.v2_pb import parse
+from penstock.wire.v2_pb import parse_infer
 from penstock.wire.v2_pb_templates import PbCodec, stream_answer, stream_error
 
 # Requests of one stream in flight; at the limit the stream is not read further.
@@ -53,7 +51,7 @@ class InferRpcs:
         try:
             if form is None:
                 try:
-                    message = parse(service_pb2.ModelInferRequest, bytes(data))
+                    message, raw = parse_infer(data)
                     name, version = message.model_name, message.model_version
                     target.id = message.id
                 finally:
@@ -66,7 +64,7 @@ class InferRpcs:
                 if self._lifecycle.is_draining:
                     raise NotReady("the server is shutting down")
                 if form is None:
-                    request = self._codec.decode(message, data, target, received)
+                    request = self._codec.decode(message, raw, data, target, received)
                 else:
                     request = form.fill(data, target, received)
             except PenstockError as error:

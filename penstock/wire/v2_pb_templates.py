@@ -12,15 +12,16 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from penstock.types import Buffer, ReplySink, Request, Response, Tensor
-from penstock.wire.v2_pb import Proto, decode_infer, set_parameter
+from penstock.wire.v2_pb import RAW_INPUT, Proto, decode_infer, set_parameter
 
 # Cached forms, by the length of their messages, and forms of the same length.
 MAX_FORMS = 256
 MAX_SAME_LENGTH = 4
 MAX_FORM_BYTES = 4096
-# grpc_service.proto: ModelInferRequest.raw_input_contents, ModelInferResponse.id and
-# .raw_output_contents, ModelStreamInferResponse.infer_response.
-_RAW_INPUT, _ID, _RAW_OUTPUT, _INFER_RESPONSE = b"\x3a", b"\x1a", b"\x32", b"\x12"
+# grpc_service.proto: ModelInferResponse.id and .raw_output_contents, and
+# ModelStreamInferResponse.infer_response.
+_RAW_INPUT = bytes((RAW_INPUT,))
+_ID, _RAW_OUTPUT, _INFER_RESPONSE = b"\x1a", b"\x32", b"\x12"
 
 
 def _final() -> bytes:
@@ -105,10 +106,13 @@ class PbCodec:
                 return form
         return None
 
-    def decode(self, message: Proto, data: Buffer, sink: ReplySink, received: float) -> Request:
-        """Decode a message whose form is not known, and remember its form if it is a plain one."""
-        request = decode_infer(message, sink, received)
-        if message.raw_input_contents and not message.id and not message.parameters:
+    def decode(
+        self, message: Proto, raw: Sequence[Buffer], data: Buffer, sink: ReplySink, received: float
+    ) -> Request:
+        """Decode a message whose form is not known, and remember its form if it is a plain one.
+        `message` and `raw` are what `parse_infer` returned for `data`."""
+        request = decode_infer(message, sink, received, raw)
+        if raw and not message.id and not message.parameters:
             self._remember(message, request, data)
         return request
 

@@ -6,7 +6,10 @@ import json
 import queue
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -727,3 +730,97 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
         assert result.as_numpy("y").tolist() == [[7]]
         assert served.finish(processes) == 0
         assert told.empty(), "an idle stream ends without an error"
+
+
+# Many calls, large ones, and clients that go.
+
+
+def test_large_tensors_in_and_out(client):
+    values = np.random.default_rng(2).normal(size=(4, 1 << 20)).astype(np.float32)
+    for id in ("", "large"):
+        answer = client.infer("floats", [tensor(values, "FP32")], request_id=id)
+        np.testing.assert_array_equal(answer.as_numpy("y"), values)
+    answers: queue.Queue = queue.Queue()
+    client.start_stream(into(answers))
+    for row in values:
+        client.async_stream_infer("floats", [tensor(row[None], "FP32")])
+    for row in values:
+        result, error = answers.get(timeout=60)
+        assert error is None
+        np.testing.assert_array_equal(result.as_numpy("y"), row[None])
+    client.stop_stream()
+
+
+def test_a_thousand_calls_at_a_time_over_several_channels(server):
+    """More calls than a connection carries at a time: the rest waits in the client."""
+
+    async def scenario() -> None:
+        # Different arguments, or the channels would share a connection.
+        channels = [
+            grpc.aio.insecure_channel(server.grpc_address, options=[("penstock.client", number)])
+            for number in range(5)
+        ]
+        stubs = [grpcclient.service_pb2_grpc.GRPCInferenceServiceStub(each) for each in channels]
+
+        async def ask(number: int) -> None:
+            data = np.full((1, 64), number, np.float32).tobytes()
+            request = grpcclient.service_pb2.ModelInferRequest(
+                model_name="floats", inputs=[item(shape=(1, 64))], raw_input_contents=[data]
+            )
+            answer = await stubs[number % 5].ModelInfer(request, timeout=60)
+            assert answer.raw_output_contents[0] == data
+
+        await asyncio.gather(*(ask(number) for number in range(1000)))
+        for channel in channels:
+            await channel.close()
+
+    asyncio.run(scenario())
+
+
+KILLED = """
+import sys, queue
+import numpy as np
+import tritonclient.grpc as grpcclient
+
+client = grpcclient.InferenceServerClient(sys.argv[1])
+client.start_stream(lambda result, error: None)
+for value in range(4):
+    made = grpcclient.InferInput("x", [1, 1], "INT32")
+    made.set_data_from_numpy(np.array([[value]], np.int32))
+    client.async_stream_infer("held", [made])
+print("sent", flush=True)
+queue.Queue().get()
+"""
+
+
+def test_a_client_that_is_killed_cancels_its_stream(server, client, held):
+    before = num_canceled(server, "held")
+    held.hold()
+    command = [sys.executable, "-c", KILLED, server.grpc_address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"sent\n"
+        held.wait_until_begun()
+        process.kill()
+    wait_until(lambda: num_canceled(server, "held") > before)
+    held.release()
+    assert client.infer("held", number(6)).as_numpy("y").tolist() == [[6]]
+    wait_until(lambda: num_pending(server, "held") == 0)
+
+
+def test_pings_of_a_client_that_keeps_its_connection_alive(server, held):
+    """More often than grpcio's server allows."""
+    keep = grpcclient.KeepAliveOptions(
+        keepalive_time_ms=50,
+        keepalive_timeout_ms=10_000,
+        keepalive_permit_without_calls=True,
+        http2_max_pings_without_data=0,
+    )
+    with grpcclient.InferenceServerClient(server.grpc_address, keepalive_options=keep) as client:
+        answers: queue.Queue = queue.Queue()
+        held.hold()
+        client.async_infer("held", number(5), into(answers))
+        held.wait_until_begun()
+        time.sleep(1)
+        held.release()
+        result, error = answers.get(timeout=60)
+        assert error is None and result.as_numpy("y").tolist() == [[5]]

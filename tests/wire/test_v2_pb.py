@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from doubles import RecordingSink
 from example_counts import at_most
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -28,7 +29,9 @@ from penstock.wire.v2_pb import (
     MAX_TYPED,
     decode_infer,
     parse,
+    parse_infer,
     set_parameter,
+    split_raw,
 )
 from penstock.wire.v2_pb_templates import PbCodec
 
@@ -465,3 +468,41 @@ def facts(request: Request) -> tuple[Any, ...]:
         request.priority,
         request.timeout_s,
     )
+
+
+def test_long_messages_are_split_without_copies() -> None:
+    data = bytes(range(256)) * 100
+    for fields in ({}, {"id": "seven"}):
+        wire = message(tensor("x", "UINT8", [len(data)]), raw=(data,), **fields)
+        parsed, (raw,) = parse_infer(wire.SerializeToString())
+        assert isinstance(raw, memoryview) and raw == data
+        assert not parsed.raw_input_contents
+        (received,) = decode_infer(parsed, RecordingSink(), 0.0, [raw]).inputs
+        assert bytes(received.data) == data
+
+
+@given(st.lists(st.binary(max_size=30), max_size=4), st.text(max_size=5), st.booleans())
+def test_a_split_message_is_the_whole_one(contents: list[bytes], id: str, is_first: bool) -> None:
+    tensors = service_pb2.ModelInferRequest(raw_input_contents=contents).SerializeToString()
+    wire = message(tensor(), id=id)
+    rest = wire.SerializeToString()
+    split = split_raw(memoryview(tensors + rest if is_first else rest + tensors))
+    assert split is not None
+    assert split[0] == rest
+    assert [bytes(each) for each in split[1]] == contents
+
+
+@given(st.binary(max_size=60))
+def test_what_is_split_parses_as_the_whole(data: bytes) -> None:
+    split = split_raw(memoryview(data))
+    try:
+        whole = service_pb2.ModelInferRequest.FromString(data)
+    except DecodeError:
+        if split is not None:
+            with pytest.raises(DecodeError):
+                service_pb2.ModelInferRequest.FromString(split[0])
+        return
+    if split is not None:
+        parts = service_pb2.ModelInferRequest.FromString(split[0])
+        parts.raw_input_contents.extend(bytes(each) for each in split[1])
+        assert parts == whole

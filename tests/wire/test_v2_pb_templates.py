@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
 from penstock.types import Request, Response, Tensor
-from penstock.wire.v2_pb import parse
+from penstock.wire.v2_pb import parse_infer
 from penstock.wire.v2_pb_templates import PbCodec, stream_answer, stream_error, varint
 
 
@@ -28,8 +28,8 @@ def message(*tensors: bytes, model: str = "m", outputs: tuple[str, ...] = (), **
 
 
 def learn(codec: PbCodec, data: bytes) -> Request:
-    made = parse(service_pb2.ModelInferRequest, data)
-    return codec.decode(made, data, Nobody(), 0.0)
+    made, raw = parse_infer(data)
+    return codec.decode(made, raw, data, Nobody(), 0.0)
 
 
 def described(request: Request) -> object:
