@@ -128,7 +128,7 @@ class GrpcCall:
     def _collect(self, chunk: Buffer) -> None:
         self._parts.append(chunk)
         self._buffered += len(chunk)
-        self.stream.hold(len(chunk))
+        self.stream.hold(len(chunk), self.server.now())
         if self._buffered < self._needed:
             return
         data: Buffer = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
@@ -153,7 +153,7 @@ class GrpcCall:
         self._buffered = len(rest)
         if rest and not self.is_over:
             self._parts.append(rest)
-            self.stream.hold(len(rest))
+            self.stream.hold(len(rest), self.server.now())
 
     def _take(self, flag: int, data: Buffer) -> None:
         if self._inflating is not None:
@@ -296,11 +296,15 @@ class UnaryCall(GrpcCall):
     def message(self, data: Buffer) -> None:
         if self._message is not None:
             self.abort("INTERNAL", "the call has several messages; expected one")
-        else:
-            self._message = data
+            return
+        self._message = data
+        if not self.has_ended:
+            # Incomplete until the client says that nothing follows.
+            self.stream.hold(len(data), self.server.now())
 
     def ended(self) -> None:
         message, self._message = self._message, b""
+        self.stream.unhold()
         if message is None:
             self.abort("INTERNAL", "the call has no message; expected one")
             return

@@ -7,6 +7,7 @@ table that the gate has checked, so none can bypass it.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 
 from penstock.config import GrpcConfig, HttpLimits
@@ -21,6 +22,8 @@ from penstock.protocols.listener import Listener
 from penstock.wire import grpc_status
 from penstock.wire.hpack import HeaderListTooLarge
 
+# With a subtype of the messages or parameters; not application/grpc-web.
+_KIND = re.compile(rb"application/grpc(?:[+; ]|$)")
 OpenCall = Callable[["GrpcServer", H2Stream, RpcHead], GrpcCall]
 
 
@@ -73,7 +76,7 @@ class GrpcServer(Listener):
             raise TooLarge(str(head.note))
         if head.method != b"POST":
             raise WrongHead(405, "gRPC calls are sent by POST")
-        if not head.headers.get(b"content-type", b"").startswith(b"application/grpc"):
+        if not _KIND.match(head.headers.get(b"content-type", b"")):
             raise WrongHead(415, "the Content-Type must be application/grpc")
         self._gate.admit_rpc(head)
         headers = head.headers

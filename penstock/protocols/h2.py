@@ -403,6 +403,9 @@ class H2Connection(asyncio.Protocol):
                 self._end(H2Error.SETTINGS_TIMEOUT, "the client took too long")
         elif now - self._received < IDLE_S:
             self._pinged = None
+            if self._data.num_held:
+                for stream in self._data.find_late(now, self._limits):
+                    self._fail_stream(stream, H2Error.CANCEL)
         elif self._pinged is None:
             self._pinged = now
             self._sender.write(h2.frame(h2.PING, 0, 0, b"penstock"))

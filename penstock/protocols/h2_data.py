@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from penstock.config import HttpLimits
 from penstock.protocols.h2_stream import H2Stream
 from penstock.types import Buffer
 from penstock.wire import h2_frames as h2
@@ -139,6 +140,17 @@ class DataReader:
         stream.receive_window += stream.num_unacked
         self._write(h2.window_update(stream.number, stream.num_unacked))
         stream.num_unacked = 0
+
+    def find_late(self, now: float, limits: HttpLimits) -> list[H2Stream]:
+        """Return streams whose messages take too long; the server's own delays do not count."""
+        late = []
+        for stream in self._streams.values():
+            if stream.number in self._ungranted or stream.is_paused:
+                stream.held_since = now
+            allowed_s = limits.body_timeout_s + stream.num_held / limits.min_body_rate
+            if stream.num_held and now - stream.held_since > allowed_s:
+                late.append(stream)
+        return late
 
     def release(self, num_bytes: int) -> None:
         """Count bytes that are no longer held, and extend windows that waited for it."""

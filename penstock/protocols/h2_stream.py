@@ -51,7 +51,7 @@ class H2Stream:
     reset; then `is_over` is set."""
 
     __slots__ = (
-        "_reader", "_sender", "has_ended", "head", "is_over", "is_paused", "num_held",
+        "_reader", "_sender", "has_ended", "head", "held_since", "is_over", "is_paused", "num_held",
         "num_unacked", "number", "receive_window", "receiver", "send_window", "unsent",
     )  # fmt: skip
     # Set when it is opened.
@@ -73,8 +73,9 @@ class H2Stream:
         self.receive_window = receive_window
         # Received since the window was last extended.
         self.num_unacked = 0
-        # Bytes of an incomplete message, which the receiver stores.
+        # Bytes of an incomplete message, which the receiver stores, and since when.
         self.num_held = 0
+        self.held_since = 0.0
         # The client has sent everything.
         self.has_ended = False
         self.is_over = False
@@ -95,8 +96,10 @@ class H2Stream:
         if not self.is_over:
             self._sender.send_last(self, headers)
 
-    def hold(self, num_bytes: int) -> None:
+    def hold(self, num_bytes: int, now: float) -> None:
         """Count stored bytes of an incomplete message."""
+        if not self.num_held:
+            self.held_since = now
         self.num_held += num_bytes
         self._reader.num_held += num_bytes
 

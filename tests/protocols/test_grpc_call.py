@@ -65,7 +65,11 @@ async def test_malformed_calls_are_told_what_is_wrong(fields, sent, code, words)
 
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({b":method": b"GET"}, b"405"), ({b"content-type": b"application/json"}, b"415")],
+    [
+        ({b":method": b"GET"}, b"405"),
+        ({b"content-type": b"application/json"}, b"415"),
+        ({b"content-type": b"application/grpc-web"}, b"415"),
+    ],
 )
 async def test_what_is_not_a_grpc_call_gets_a_status_of_http(changes, code):
     fields = [(name, changes.get(name, value)) for name, value in head()]
@@ -152,3 +156,11 @@ async def test_a_message_that_is_too_long_is_refused_before_it_comes():
         assert (await status(client, 3))[0] == 8
         client.send(call(5, bytes(1000)))
         assert (await status(client, 5))[0] == 0
+
+
+@pytest.mark.parametrize("kind", [b"application/grpc+proto", b"application/grpc; charset=utf-8"])
+async def test_the_content_type_may_say_more(kind):
+    fields = [(name, kind if name == b"content-type" else value) for name, value in head()]
+    async with connected() as client:
+        client.send(call(1, b"a", fields))
+        assert (await status(client, 1))[0] == 0

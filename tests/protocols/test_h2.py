@@ -596,6 +596,20 @@ async def test_a_head_that_does_not_end_is_cut_off():
     connection.connection_lost(None)
 
 
+@pytest.mark.parametrize("sent", [b"\0\0", b"\0\0\1\0\0" + bytes(6000), message(b"all of it")])
+async def test_a_message_that_does_not_end_is_given_up(sent: bytes):
+    limits = HttpLimits(body_timeout_s=5, min_body_rate=1000)
+    connection, wire = attach(make_server(limits))
+    connection.data_received(headers(1) + data(1, sent, 0))
+    connection.data_received(headers(3, head(STREAM)))
+    allowed_s = 5 + len(sent) / 1000
+    connection.sweep(allowed_s - 0.1)
+    assert wire.sent == b""
+    connection.sweep(allowed_s + 0.1)
+    assert wire.sent == h2.reset(1, H2Error.CANCEL), "a stream without a message may wait"
+    connection.connection_lost(None)
+
+
 @pytest.mark.parametrize("answers", [True, False])
 async def test_an_idle_client_is_asked_whether_it_is_alive(answers: bool):
     server = make_server()
