@@ -192,7 +192,10 @@ class StreamedInfer:
 class InferStream(GrpcCall):
     """A ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
-    __slots__ = ("_infers", "_refusal", "_rpcs", "_unread", "ends_by_error")
+    __slots__ = (
+        "_has_all", "_infers", "_is_flushing", "_is_reading", "_refusal", "_rpcs", "_unread",
+        "ends_by_error",
+    )  # fmt: skip
 
     def __init__(
         self, rpcs: InferRpcs, server: GrpcServer, stream: H2Stream, head: RpcHead
@@ -204,6 +207,10 @@ class InferStream(GrpcCall):
         self._infers: deque[StreamedInfer] = deque()
         # Messages beyond MAX_STREAM_CALLS.
         self._unread: deque[Buffer] = deque()
+        self._is_reading = True
+        # The client has sent its last message, and it was read.
+        self._has_all = False
+        self._is_flushing = False
         # Why the stream ends before its client ends it.
         self._refusal: PenstockError | None = None
         rpcs.streams.add(self)
@@ -213,6 +220,8 @@ class InferStream(GrpcCall):
         return bool(self._infers)
 
     def message(self, data: Buffer) -> None:
+        if not self._is_reading:
+            return
         if self._unread or len(self._infers) >= MAX_STREAM_CALLS:
             self._unread.append(data)
             self.stream.pause()
@@ -220,8 +229,6 @@ class InferStream(GrpcCall):
             self._begin(data)
 
     def _begin(self, data: Buffer) -> None:
-        if self._refusal is not None:
-            return
         try:
             self._rpcs.gate.check_caller("infer", self.head.caller)
         except NotAllowed as error:
@@ -234,11 +241,13 @@ class InferStream(GrpcCall):
         infer.start(data)
 
     def ended(self) -> None:
+        self._has_all = True
         self.flush()
 
     def finish(self) -> None:
         """Read no further; end when all is answered."""
-        self.has_ended = True
+        self._is_reading = False
+        self._has_all = True
         self._unread.clear()
         self.flush()
 
@@ -246,20 +255,29 @@ class InferStream(GrpcCall):
         self.flush()
 
     def flush(self) -> None:
-        """Send the answers that are due, while the client takes them."""
+        """Send the answers that are due, while the client takes them, and begin unread requests in
+        their place. Those may be answered at once, which calls this again."""
+        if self._is_flushing:
+            return
+        self._is_flushing = True
+        self._send_due()
+        while self._unread and len(self._infers) < MAX_STREAM_CALLS and not self.is_over:
+            self._begin(self._unread.popleft())
+            self._send_due()
+            if not self._unread:
+                self.stream.resume()
+        self._is_flushing = False
+        if self._has_all and not self._infers and not self._unread and not self.is_over:
+            self._finish()
+
+    def _send_due(self) -> None:
         infers = self._infers
         while infers and not self.stream.unsent and not self.is_over:
             parts = infers[0].parts
             if parts is None:
-                break
+                return
             infers.popleft()
             self.send(parts)
-        while self._unread and len(infers) < MAX_STREAM_CALLS and not self.is_over:
-            self._begin(self._unread.popleft())
-            if not self._unread:
-                self.stream.resume()
-        if self.has_ended and not infers and not self._unread and not self.is_over:
-            self._finish()
 
     def _finish(self) -> None:
         if self._refusal is not None:

@@ -510,6 +510,40 @@ async def test_a_stream_of_more_than_may_be_under_way_is_answered(until: Callabl
         await sending
 
 
+async def test_messages_that_wait_may_be_answered_at_once(until: Callable[..., Any]):
+    """Far more than the stack is deep, behind as many as may be in flight."""
+    core, num_quick = Core(), 3000
+    async with serving(core) as client:
+        stream = client.v2.ModelStreamInfer()
+
+        async def send() -> None:
+            for _ in range(MAX_STREAM_CALLS):
+                await stream.write(message("wait"))
+            for number in range(num_quick):
+                await stream.write(message(id=str(number)))
+            await stream.done_writing()
+
+        sending = asyncio.ensure_future(send())
+        await until(lambda: len(core.waiting) == MAX_STREAM_CALLS)
+        await sending
+        for request in core.waiting:
+            request.respond(Response("wait", "1", request.inputs))
+        ids = [each.infer_response.id async for each in stream]
+        assert ids == [""] * MAX_STREAM_CALLS + [str(number) for number in range(num_quick)]
+        assert await stream.code() == grpc.StatusCode.OK
+
+
+async def test_compressed_messages_of_a_stream_are_all_answered():
+    """Long ones are inflated in a thread; the last message comes before the first is ready."""
+    noise = hashlib.shake_256(b"").digest(30_000)
+    async with serving(Core()) as client:
+        stream = client.v2.ModelStreamInfer(compression=grpc.Compression.Gzip)
+        for number in range(4):
+            await stream.write(message(id=str(number), data=noise))
+        await stream.done_writing()
+        assert [each.infer_response.id async for each in stream] == ["0", "1", "2", "3"]
+
+
 async def test_a_message_of_a_stream_that_is_too_long_ends_this_stream_alone(
     until: Callable[..., Any],
 ):
@@ -610,6 +644,8 @@ async def test_a_server_that_stops_lets_streams_finish(until: Callable[..., Any]
         await stream.write(message("wait"))
         await until(lambda: core.waiting)
         client.service.stop()
+        await stream.write(message(id="too late"))
+        assert (await client.v2.ServerLive(service_pb2.ServerLiveRequest())).live
         (request,) = core.waiting
         request.respond(Response("wait", "1", request.inputs))
         assert (await stream.read()).infer_response.model_name == "wait"
