@@ -429,14 +429,8 @@ class GrpcConfig:
     port: int = 8001
     # Size of one request; raise it for larger tensors.
     max_message_bytes: int = 64 * MIB
-    # Shared memory for tensors to the core, and as much for the way back; at least twice the
-    # largest message. Untouched pages cost nothing.
-    segment_bytes: int = 256 * MIB
     # Compression of answers: none, deflate or gzip. For slow networks.
     compression: str = "none"
-    # A front that does not answer for this long counts as hung. Raise it if decoding one large
-    # message takes seconds.
-    hang_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""The core process, from start to graceful shutdown: one event loop with the catalog and the HTTP
-server. Front processes serve gRPC and, if `fronts` is set, also HTTP instead of the core."""
+"""The core process, from start to graceful shutdown: one event loop with the catalog and the
+servers of HTTP and gRPC. If `fronts` is set, front processes serve HTTP instead of the core."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,15 +27,18 @@ from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
 from penstock.processes.child import limited
 from penstock.protocols import access_log
-from penstock.protocols.fronts import CoreApi, Front, grpc_spec, http_spec
+from penstock.protocols.fronts import CoreApi, Front, http_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate
 from penstock.protocols.generate_http import GenerateHttp
+from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.handler_tasks import MetricsHttp
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.key_file import KeyFile
 from penstock.protocols.line import cannot_listen, reserve, why_not_listen
+from penstock.protocols.listener import Listener
 from penstock.protocols.openai_http import OpenAiHttp
-from penstock.protocols.tls import TlsFiles, watch
+from penstock.protocols.tls import H2, TlsFiles, watch
+from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.watchdog import Watchdog
 from penstock.repository.layout import RepositoryScan
@@ -99,6 +103,9 @@ class Server:
             self.catalog.quotas.replace(gate.keys.quotas)
         self._tls = None if options.tls is None else TlsFiles(options.tls)
         self._context = None if self._tls is None else self._tls.load()
+        self._grpc_tls = None
+        if options.tls is not None and options.grpc:
+            self._grpc_tls = TlsFiles(options.tls, warns=False, protocol=H2)
         self._watching: list[asyncio.Task[None]] = []
         self.lifecycle = Lifecycle(is_loading=True)
         self._fronts: list[Front] = []
@@ -130,11 +137,12 @@ class Server:
         self._core = CoreApi(self.management, self.v2.handle, gate, options.log_requests)
         # Holds the port that the HTTP fronts share.
         self._reserved: socket.socket | None = None
-        self.grpc: Front | None = None
+        self.grpc_service = GrpcService(self.management, gate, options.log_requests)
+        self.grpc: GrpcServer | None = None
+        self.grpc_port = options.grpc_port
         if options.grpc_config is not None:
-            spec = grpc_spec(options.host, options.grpc_config, gate, tls=options.tls)
-            self.grpc = Front(self._core, spec)
-            self._fronts.append(self.grpc)
+            methods = self.grpc_service.methods()
+            self.grpc = GrpcServer(methods, options.grpc_config, gate, options.limits)
 
     async def start(
         self, found: RepositoryScan, on_progress: Callable[[LoadProgress], None]
@@ -146,6 +154,9 @@ class Server:
             self._add_http_fronts()
         else:
             self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
+        if self.grpc is not None:
+            tls = None if self._grpc_tls is None else self._grpc_tls.load()
+            self.grpc_port = await self._listen(self.grpc, self.grpc_port, "gRPC", tls)
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
             metrics = self._metrics_http
@@ -153,10 +164,12 @@ class Server:
         if self._key_file is not None:
             self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
         if self._tls is not None:
-            servers = [] if self._options.fronts else [self.http]
+            servers: list[Listener] = [] if self._options.fronts else [self.http]
             if self._metrics_http is not None:
                 servers.append(self._metrics_http)
             self._watching.append(asyncio.create_task(watch(self._tls, servers)))
+        if self._grpc_tls is not None and self.grpc is not None:
+            self._watching.append(asyncio.create_task(watch(self._grpc_tls, [self.grpc])))
         await asyncio.to_thread(self.management.usage.begin)
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -201,6 +214,8 @@ class Server:
         self.lifecycle.drain()
         for front in self._fronts:
             front.drain()
+        if self.grpc is not None:
+            self.grpc.go_away()
         self._stop.set()
 
     async def close(self) -> None:
@@ -209,7 +224,7 @@ class Server:
         try:
             async with asyncio.timeout(self._options.drain_s):
                 await self.catalog.drain()
-                while self.http.num_running or any(each.num_running for each in self._fronts):
+                while any(each.num_running for each in self._answering()):
                     await asyncio.sleep(0.005)
         except TimeoutError:
             log.warning("requests are cut off after %.0f s of draining", self._options.drain_s)
@@ -221,6 +236,7 @@ class Server:
         if self._reserved is not None:
             self._reserved.close()
         await self.v2.close()
+        await self._close_grpc()
         await self.http.close()
         await self.catalog.close()
         await self._metrics.close()
@@ -229,6 +245,17 @@ class Server:
             await self._metrics_http.close()
         if not self.lifecycle.is_loading:
             log.info("stopped")
+
+    def _answering(self) -> list[Listener | Front]:
+        """Return all that may owe an answer."""
+        return [self.http, *self._fronts, *([] if self.grpc is None else [self.grpc])]
+
+    async def _close_grpc(self) -> None:
+        """End streams and watches, which have no end of their own, then the connections."""
+        self.grpc_service.stop()
+        if self.grpc is not None:
+            await self.grpc.close()
+        await self.grpc_service.close()
 
     async def _watch_keys(self, key_file: KeyFile) -> None:
         """Reload the key file when it changes; if it cannot be read, keep the current keys."""
@@ -290,10 +317,12 @@ class Server:
             for number in range(1, options.fronts + 1)
         ]
 
-    async def _listen(self, http: HttpServer, port: int, what: str) -> int:
+    async def _listen(
+        self, server: Listener, port: int, what: str, tls: ssl.SSLContext | None = None
+    ) -> int:
         host = self._options.host
         try:
-            return await http.start(host, port, tls=self._context)
+            return await server.start(host, port, tls=tls or self._context)
         except OSError as error:
             raise cannot_listen(host, port, what, error) from None
 
@@ -317,15 +346,11 @@ def check_models(found: RepositoryScan, options: ServeOptions) -> None:
 
 
 def _front_problems(options: ServeOptions) -> list[str]:
-    """Check the fronts' ports now: fronts would notice only while models load, and HTTP fronts
-    would silently share their port with those of another server."""
-    http, grpc = ("HTTP", options.http_port), ("gRPC", options.grpc_port)
-    ports = [*([http] if options.fronts else []), *([grpc] if options.grpc else [])]
-    return [
-        str(cannot_listen(options.host, port, what, reason))
-        for what, port in ports
-        if (reason := why_not_listen(options.host, port))
-    ]
+    """Check the port of the HTTP fronts now: they would notice only while models load, and would
+    silently share their port with those of another server."""
+    host, port = options.host, options.http_port
+    reason = why_not_listen(host, port) if options.fronts else ""
+    return [str(cannot_listen(host, port, "HTTP", reason))] if reason else []
 
 
 def _host_problems(options: ServeOptions) -> list[str]:

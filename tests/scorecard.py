@@ -115,7 +115,6 @@ ROWS = (
         (
             f"{FAULTS}test_a_killer_of_fronts_for_twenty_seconds",
             f"{FAULTS}test_a_front_that_stands_still_is_replaced",
-            "tests/e2e/test_grpc.py::test_a_front_that_stands_still_is_replaced",
         ),
         "stubs notice and exit",
     ),

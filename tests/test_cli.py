@@ -36,7 +36,7 @@ max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
 """
-# Starting the gRPC front takes a second; tests/e2e/test_grpc.py does.
+# tests/e2e/test_grpc.py serves gRPC.
 FREE_PORT = ["--http-port", "0", "--no-grpc", "--metrics-port", "0"]
 SERVE = [sys.executable, "-m", "penstock", "serve", *FREE_PORT]
 

@@ -33,7 +33,7 @@ class Triton:
 
     def launch(self, variant: str, model: Model) -> Launch:
         work = environment.work_folder("triton")
-        return self.serve(_repository(work, model, int(variant[0])), work, free_port())
+        return self.serve(make_repository(work, model, int(variant[0])), work, free_port())
 
     def serve(self, repository: Path, work: Path, grpc_port: int) -> Launch:
         """Any repository of Python models; `work` is a folder for Triton's own files."""
@@ -65,7 +65,7 @@ def _backends(home: Path, work: Path) -> Path:
     return target
 
 
-def _repository(work: Path, model: Model, num_instances: int) -> Path:
+def make_repository(work: Path, model: Model, num_instances: int) -> Path:
     version = work / "repository" / model.name / "1"
     version.mkdir(parents=True)
     shutil.copy(environment.APPS / f"triton_{model.name}.py", version / "model.py")

@@ -26,7 +26,7 @@ class ServeOptions:
     http_port: int = listen_flag("Port for HTTP", PORT_TAKEN, **number(8000, "PORT", 0, 65535))
     grpc_port: int = listen_flag("Port for gRPC", PORT_TAKEN, **number(8001, "PORT", 0, 65535))
     grpc: bool = listen_flag(
-        "Serve gRPC, from a process of its own",
+        "Serve gRPC",
         "Switch it off where no client uses gRPC.",
         value=True,
     )
@@ -138,7 +138,7 @@ class ServeOptions:
     )
     grpc_max_message_bytes: int = limit_flag(
         "Largest gRPC request",
-        "Raise it when tensors are larger; address space is reserved for it.",
+        "Raise it when tensors are larger.",
         **number(64 << 20, "BYTES", *BYTES),
     )
     grpc_compression: str = limit_flag(
@@ -176,7 +176,7 @@ class ServeOptions:
 
     @property
     def grpc_config(self) -> GrpcConfig | None:
-        """The settings of the gRPC front, if there is one."""
+        """The settings of the gRPC server, if there is one."""
         if not self.grpc:
             return None
         size, compression = self.grpc_max_message_bytes, self.grpc_compression

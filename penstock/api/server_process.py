@@ -71,7 +71,7 @@ def addresses(running: Server, host: str) -> ServeOutcome:
     remote = "grpcs" if scheme == "https" else "grpc"
     return ServeOutcome(
         url=Endpoint(scheme, host, running.http_port).url,
-        grpc_url="" if grpc is None else Endpoint(remote, host, grpc.port).url,
+        grpc_url="" if grpc is None else Endpoint(remote, host, running.grpc_port).url,
         metrics_url="" if port is None else f"{Endpoint(scheme, host, port).url}/metrics",
         models=sorted({model.config.name for model in running.catalog}),
     )

@@ -12,27 +12,23 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
+from penstock.config import MIB, HttpLimits, TlsConfig
 from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
 from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, CrashLoop
-from penstock.protocols import access_log, audit_log
+from penstock.protocols import access_log
 from penstock.protocols.answer_sender import Keep
-from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
-from penstock.protocols.route_table import ROUTES
-from penstock.serving.management import ManagementApi, ManagementCall
+from penstock.serving.management import ManagementApi
 from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
@@ -43,10 +39,6 @@ from penstock.wire.v2 import classified
 
 log = logging.getLogger("penstock.fronts")
 
-# Without this, gRPC writes each failed TLS handshake to stderr, bypassing the log and its format.
-# The library reads the variable on import.
-QUIET = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
-GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc", environment=QUIET)
 HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
 # Shared memory of an HTTP front for tensors to the core, and as much again for answers; at least
 # twice the largest request. Untouched pages cost nothing.
@@ -61,7 +53,6 @@ STOP_TIMEOUT_S = 5.0
 PING_S = 1.0
 # Time for a front to start listening.
 START_S = 60.0
-ADMIN_ACTIONS = frozenset(route.handler for route in ROUTES if route.scope == "admin")
 # Characters of an error, which may quote names of any length from the client.
 MAX_TEXT = MAX_SENT_BYTES // 8
 
@@ -79,27 +70,7 @@ class FrontSpec:
 
     @property
     def name(self) -> str:
-        return f"HTTP front {self.number}" if self.protocol == "http" else "gRPC front"
-
-
-def grpc_spec(
-    host: str,
-    config: GrpcConfig,
-    gate: Gate,
-    start_life: StartLife = GRPC_FRONT,
-    tls: TlsConfig | None = None,
-) -> FrontSpec:
-    opening = frames.OpenFront(
-        frames.VERSION,
-        host,
-        config.port,
-        max(config.segment_bytes, 2 * config.max_message_bytes),
-        config.max_message_bytes,
-        config.compression,
-        _keys(gate),
-        tls=tls,
-    )
-    return FrontSpec("grpc", opening, config.hang_s, start_life)
+        return f"HTTP front {self.number}"
 
 
 def http_spec(
@@ -116,7 +87,6 @@ def http_spec(
         frames.VERSION,
         *place,
         max(HTTP_SEGMENT_BYTES, 2 * largest),
-        limits.max_body_bytes,
         keys=_keys(gate),
         limits=limits,
         hosts=None if gate.hosts is None else tuple(gate.hosts),
@@ -135,18 +105,6 @@ class CoreApi:
     http: Handler | None = None
     gate: Gate = field(default_factory=Gate)
     logs_requests: bool = False
-
-    async def answer(self, ask: frames.Ask) -> bytes:
-        name, version = ask.model_name, ask.model_version
-        if ask.kind == "count_request":
-            self.management.catalog.count_request(ask.key, time.monotonic(), name, version)
-            return b""
-        asked = ManagementCall(ask.kind, name, version, ask.parameters)
-        answer = self.management.answer(asked)
-        if ask.kind not in ADMIN_ACTIONS:
-            return await answer
-        call = AdminCall("grpc", self.gate.name_of(ask.key), ask.kind, name)
-        return await audit_log.record_answer(call, answer)
 
 
 class FrontCall:
@@ -273,16 +231,14 @@ class Session:
         self._outbox = Outbox(self._answers)
         self._calls: dict[int, FrontCall] = {}
         self.relays: dict[int, Relay] = {}
-        self._questions: dict[int, asyncio.Task[None]] = {}
         loop = asyncio.get_running_loop()
         self.child = ChildProcess(loop, spec.start_life, self._hear, died)
         self.line = Line(self.child.send)
 
     @property
     def num_running(self) -> int:
-        """Unanswered requests, messages and questions, and answers that wait for memory."""
-        num_asked = len(self._calls) + len(self.relays) + len(self._questions)
-        return num_asked + self._outbox.num_waiting
+        """Unanswered requests and messages, and answers that wait for memory."""
+        return len(self._calls) + len(self.relays) + self._outbox.num_waiting
 
     def open(self, frame: frames.OpenFront) -> None:
         try:
@@ -301,8 +257,6 @@ class Session:
         self.relays.clear()
         for relay in relays:
             relay.exchange.leave()
-        for question in self._questions.values():
-            question.cancel()
         self._requests.close()
         self._answers.close()
 
@@ -357,8 +311,6 @@ class Session:
                     self._outbox.release(offset)
             case frames.Cancel():
                 self._cancel(frame.call)
-            case frames.Ask():
-                self._ask(frame)
             case frames.Forward():
                 self._forward(frame)
             case _:
@@ -398,29 +350,6 @@ class Session:
         elif relay := self.relays.get(number):
             relay.exchange.leave()
             relay.abort()
-        elif question := self._questions.get(number):
-            question.cancel()
-
-    def _ask(self, ask: frames.Ask) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(ask))
-        self._questions[ask.call] = task
-        task.add_done_callback(lambda _: self._questions.pop(ask.call))
-
-    async def _answer(self, ask: frames.Ask) -> None:
-        def reply(parcel: frames.Parcel) -> frames.AskReply:
-            body_parcel = None if parcel.offset is None else parcel
-            return frames.AskReply(ask.call, parcel.data, parcel=body_parcel)
-
-        try:
-            body = await self._core.answer(ask)
-            if self.line.is_open:
-                self.post(ask.call, body, reply)
-        except PenstockError as error:
-            kind, text = type(error).__name__, str(error)[:MAX_TEXT]
-            self.line.send(frames.AskReply(ask.call, b"", kind, text))
-        except Exception:  # The protocol edge.
-            log.exception("a question of a front could not be answered")
-            self.line.send(frames.AskReply(ask.call, b"", "BackendFailed", "internal error"))
 
     def post(self, number: int, body: bytes, frame: Callable[[frames.Parcel], Frame]) -> None:
         """Send a body in the frame that `frame` makes of its parcel."""
@@ -477,9 +406,8 @@ class Front:
 
     def use(self) -> FrontUse:
         spec, number = self._spec, str(self._spec.number or "")
-        # The gRPC library does not report its number of connections.
-        clients = None if spec.protocol == "grpc" else self.num_connections
-        return FrontUse(spec.protocol, self.num_restarts, number, clients, spec.name, self.pid)
+        connections = self.num_connections
+        return FrontUse(spec.protocol, self.num_restarts, number, connections, spec.name, self.pid)
 
     @property
     def num_running(self) -> int:

@@ -13,12 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.errors import InvalidRequest, NotAllowed
+from penstock.errors import InvalidRequest, NotAllowed, Unsupported
 from penstock.protocols import audit_log
+from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.http_errors import WrongHead
 from penstock.protocols.http_reader import CREDENTIALS, MessageHead
-from penstock.protocols.route import Match, Scope
-from penstock.protocols.route_table import find
+from penstock.protocols.route import Match, Route, Scope
+from penstock.protocols.route_table import RPC_ROUTES, find
 from penstock.serving.quotas import Quota
 
 SCOPES = ("infer", "metrics", "admin")
@@ -61,6 +62,23 @@ class Gate:
             if match is not None:
                 audit_log.record_refusal(match, self.caller_name(head.headers), error)
             raise
+
+    def admit_rpc(self, head: MessageHead) -> Route:
+        """Return the route of a gRPC call that may pass. Raises Unsupported if there is no such
+        method, NotAllowed or InvalidRequest for its key."""
+        path, headers = head.path.decode("latin-1"), head.headers
+        route = RPC_ROUTES.get(path)
+        if route is None:
+            raise Unsupported("Method not found!")
+        try:
+            self.check_keys(headers, "metadata")
+            self.check_scope(route.scope, headers)
+        except REFUSALS as error:
+            if route.scope == "admin":
+                method = path.rpartition("/")[2]
+                audit_log.record(AdminCall("grpc", self.caller_name(headers), method), error)
+            raise
+        return route
 
     def screen(self, head: MessageHead) -> bool:
         """Tell whether `admit` would accept the message, before its body is read."""

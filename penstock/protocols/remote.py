@@ -1,4 +1,4 @@
-"""The core as a front process sees it: models that take requests, and answers to questions.
+"""The core as a front process sees it: models that take requests, and answers to messages.
 
 A front finds a `RemoteModel` by name and submits requests to it as to the model itself, over frames
 and shared memory. Messages that it leaves to the core go the same way. Knows no protocol. Belongs
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
 from penstock.processes.channel import Datagrams
@@ -24,7 +23,7 @@ from penstock.processes.start import begin_life, take_part
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
 from penstock.serving.slab import Segment
-from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
+from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
 
@@ -71,7 +70,6 @@ class Remote:
         self._answers = answers
         self._numbers = itertools.count(1)
         self._calls: dict[int, tuple[Request, int | None]] = {}
-        self._questions: dict[int, asyncio.Future[bytes]] = {}
         self._forwards: dict[int, tuple[Deliver, int | None]] = {}
         self.stopped = asyncio.Event()
         self.on_drain: Callable[[], None] = lambda: None
@@ -108,27 +106,6 @@ class Remote:
         self._line.flush()
         self._line.close()
         self._socket.close()
-
-    async def ask(
-        self,
-        kind: frames.AskKind,
-        name: str = "",
-        version: str = "",
-        parameters: Mapping[str, Parameter] = MappingProxyType({}),
-        key: bytes = b"",
-    ) -> bytes:
-        """Return the core's answer; raises if it refuses. Cancelling withdraws the question."""
-        call = next(self._numbers)
-        question: asyncio.Future[bytes] = self._loop.create_future()
-        self._questions[call] = question
-        try:
-            self._line.send(frames.Ask(call, kind, name, version, dict(parameters), key))
-            return await question
-        except asyncio.CancelledError:
-            self._line.send(frames.Cancel(call))
-            raise
-        finally:
-            del self._questions[call]
 
     def forward(self, message: frames.Forward, body: Buffer, deliver: Deliver) -> None:
         """Let the core answer a message; sets its `call`. Raises Overloaded or TooLarge before
@@ -210,8 +187,6 @@ class Remote:
         match frame:
             case frames.InferReply():
                 self._reply(frame)
-            case frames.AskReply():
-                self._answer(frame)
             case frames.Forwarded():
                 self._forwarded(frame)
             case frames.Ping():
@@ -263,19 +238,6 @@ class Remote:
             # Even a partial answer means that the core has read the message.
             self._outbox.release(offset)
         deliver(data, frame)
-
-    def _answer(self, frame: frames.AskReply) -> None:
-        question, body = self._questions.get(frame.call), frame.body
-        if frame.parcel is not None:
-            (piece,) = unpack(frame.parcel, self._answers)
-            body = bytes(piece.data)
-            self._release(frame.parcel)
-        if question is None or question.done():
-            return
-        if frame.error_kind:
-            question.set_exception(_error(frame.error_kind, frame.error))
-        else:
-            question.set_result(body)
 
     def _release(self, parcel: frames.Parcel) -> None:
         if parcel.offset is not None:

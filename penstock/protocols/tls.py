@@ -18,11 +18,12 @@ from pathlib import Path
 
 from penstock.config import TlsConfig
 from penstock.errors import ConfigError
-from penstock.protocols.http_server import HttpServer
 from penstock.protocols.key_file import file_stamp
+from penstock.protocols.listener import Listener
 
 log = logging.getLogger("penstock.tls")
 
+HTTP_1, H2 = "http/1.1", "h2"
 BEGIN, END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 # DER tags.
 SEQUENCE, VERSION, UTC_TIME, GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
@@ -40,13 +41,15 @@ class TlsFiles:
 
     config: TlsConfig
     warns: bool = True
+    # For ALPN (RFC 7301).
+    protocol: str = HTTP_1
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
     _stamps: dict[str, object] = field(default_factory=dict)
     # Validity of the certificate in use.
     _validity: Validity | None = None
 
     def load(self) -> ssl.SSLContext:
-        """Return a context for HTTP. ConfigError names the file that is wrong."""
+        """Return a context for `protocol`. ConfigError names the file that is wrong."""
         context, validity = self._read()
         self._validity = validity
         if self.warns and (problem := validity.problem(self.now())):
@@ -80,7 +83,7 @@ class TlsFiles:
         config = self.config
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols([self.protocol])
         validity = _check_certificate(config.cert)
         _check_key(config.key)
         try:
@@ -106,7 +109,7 @@ class TlsFiles:
         return {f"{flag} {path}": file_stamp(Path(path)) for flag, path in files.items()}
 
 
-async def watch(files: TlsFiles, servers: Sequence[HttpServer]) -> None:
+async def watch(files: TlsFiles, servers: Sequence[Listener]) -> None:
     """Reload changed files for new connections of these servers, until cancelled."""
     while True:
         await asyncio.sleep(WATCH_S)

@@ -69,7 +69,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """Use of one process. Its `process` label: core, worker, grpc_front or http_front."""
+    """Use of one process. Its `process` label: core, worker or http_front."""
 
     labels: Labels
     resident_bytes: int

@@ -9,21 +9,20 @@ the first, OpenFront, is sent alone.
 
     core → worker   LoadModel, Enclosed, MapSlab, Dispatch, Release, Stop
     worker → core   WorkerReady, StartFailed, Done, BatchFailed, Leaving
-    core → front    OpenFront, SetKeys, InferReply, AskReply, Forwarded, Ping, Drain, Stop
-    front → core    Listening, StartFailed, Infer, Cancel, Release, Ask, Forward, Pong
+    core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
+    front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from penstock.config import HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
-VERSION = 1
+VERSION = 2
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
@@ -192,12 +191,9 @@ class OpenFront(Frame, tag="open"):
     host: str
     port: int
     segment_bytes: int
-    max_message_bytes: int
-    # Compression of answers: none, deflate or gzip.
-    compression: str = "none"
     # Scopes by digest of the API key, as in `protocols.gate`; None: no key is required.
     keys: dict[bytes, tuple[str, ...]] | None = None
-    # For an HTTP front: its limits, and the host names it serves; None: any.
+    # Its limits, and the host names it serves; None: any.
     limits: HttpLimits | None = None
     hosts: tuple[str, ...] | None = None
     # Whether the front logs requests that never reach the core.
@@ -290,36 +286,6 @@ class Forwarded(Frame, tag="fwdr"):
     is_part: bool = False
 
 
-# Actions of `serving.management`, and one to count a request that the front could not decode.
-AskKind = Literal[
-    "ready", "server_metadata", "model_ready", "metadata", "config", "statistics", "index", "load",
-    "unload", "count_request",
-]  # fmt: skip
-
-
-class Ask(Frame, tag="ask"):
-    """A question that only the core can answer, or a change that only it can make."""
-
-    call: int
-    kind: AskKind
-    model_name: str = ""
-    model_version: str = ""
-    # `ready` for the index; for a load only the names of the given parameters.
-    parameters: dict[str, Parameter] = {}
-    # Digest of the API key of a change or an inference; empty if it came without one.
-    key: bytes = b""
-
-
-class AskReply(Frame, tag="ans"):
-    """JSON, or empty. A long body is the piece of `parcel`, in shared memory until a Release."""
-
-    call: int
-    body: bytes
-    error_kind: str = ""
-    error: str = ""
-    parcel: Parcel | None = None
-
-
 class Ping(Frame, tag="ping"):
     """Health check."""
 
@@ -336,8 +302,8 @@ class Drain(Frame, tag="drn"):
 
 ToWorker = LoadModel | Enclosed | MapSlab | Dispatch | Release | Stop
 FromWorker = WorkerReady | StartFailed | Done | BatchFailed | Leaving
-FromFront = Listening | StartFailed | Infer | Cancel | Release | Ask | Forward | Pong
-ToFront = OpenFront | SetKeys | InferReply | AskReply | Forwarded | Ping | Drain | Stop
+FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong
+ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -102,7 +102,7 @@ class Codec:
         if has_form:
             template = self._templates.get(response.form)
         if template is None:
-            if specs is not None and _wants_classes(request):
+            if specs is not None and wants_classes(request):
                 return encode_answer(request, classified(request, response, specs))
             if not has_form:
                 return encode_answer(request, response)
@@ -155,7 +155,7 @@ def _best(values: Array, count: int) -> Array:
     return candidates[np.argsort(keys[candidates], kind="stable")[:count]]
 
 
-def _wants_classes(request: Request) -> bool:
+def wants_classes(request: Request) -> bool:
     return any("classification" in output.parameters for output in request.outputs)
 
 

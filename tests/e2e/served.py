@@ -96,9 +96,6 @@ class Served:
     def workers(self) -> list[psutil.Process]:
         return self._running("penstock.serving.worker")
 
-    def fronts(self) -> list[psutil.Process]:
-        return self._running("penstock.protocols.v2_grpc")
-
     def http_fronts(self) -> list[psutil.Process]:
         """Those that take connections by now."""
         found = self._running("penstock.protocols.http_front")

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import json
-import os
 import queue
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
@@ -612,13 +612,8 @@ def test_keys_open_what_their_scopes_say(tmp_path):
     )
     flags = ("--api-keys", str(keys), "--model-control-mode", "explicit", "--load-model", "m")
     served = Served(null_model(tmp_path / "models", "m"), *flags, grpc=True)
-    # A front that comes later asks for the same keys, whatever became of the file.
-    keys.unlink()
-    (front,) = served.fronts()
-    os.kill(front.pid, signal.SIGKILL)
     headers = {scope: {"authorization": f"Bearer the {scope} secret key"} for scope in SCOPES}
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
-        wait_until_live(client)
         assert client.is_server_ready()
         answer = client.infer("m", number(7), headers=headers["infer"])
         assert answer.as_numpy("y").tolist() == [[7]]
@@ -638,17 +633,6 @@ def test_keys_open_what_their_scopes_say(tmp_path):
         stub = health_pb2_grpc.HealthStub(channel)
         assert stub.Check(health_pb2.HealthCheckRequest()).status == 1
     assert served.terminate() == 0
-
-
-def wait_until_live(client: grpcclient.InferenceServerClient) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            assert client.is_server_live()
-            return
-        except InferenceServerException:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 def test_the_asyncio_client(server):
@@ -715,82 +699,6 @@ def test_the_health_of_a_model_is_watched(explicit):
         watch.cancel()
 
 
-def test_a_killed_front_is_replaced_and_http_does_not_notice(server):
-    workers = {worker.pid for worker in server.workers()}
-    (front,) = server.fronts()
-    statuses: list[int] = []
-    stop = threading.Event()
-
-    def ask_http() -> None:
-        while not stop.is_set():
-            statuses.append(server.infer("faulty", "x", "INT32", [7])[0])
-
-    def ask_grpc() -> None:
-        with grpcclient.InferenceServerClient(server.grpc_address) as client:
-            while not stop.is_set():
-                try:
-                    client.infer("floats", [tensor(floats(10_000), "FP32")])
-                except InferenceServerException:
-                    time.sleep(0.05)
-
-    threads = [threading.Thread(target=each) for each in (ask_http, ask_grpc, ask_grpc)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.3)
-    os.kill(front.pid, signal.SIGKILL)
-    with grpcclient.InferenceServerClient(server.grpc_address) as client:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                answer = client.infer("floats", [tensor(floats(4, 5), "FP32")])
-                break
-            except InferenceServerException as error:
-                assert error.status() == "StatusCode.UNAVAILABLE"
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        np.testing.assert_array_equal(answer.as_numpy("y"), floats(4, 5))
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert set(statuses) == {200}
-    assert {worker.pid for worker in server.workers()} == workers
-    (another,) = server.fronts()
-    assert another.pid != front.pid
-
-
-@pytest.mark.verify
-def test_a_front_that_stands_still_is_replaced(tmp_path):
-    # Much more work than fits into the time until the front is given up.
-    root = null_model(tmp_path, "slow", a_ms=1000, max_batch=1)
-    served = Served(null_model(root, "quick"), grpc=True)
-    (front,) = served.fronts()
-    answers: queue.Queue = queue.Queue()
-    with grpcclient.InferenceServerClient(served.grpc_address) as client:
-        for _ in range(30):
-            client.async_infer("slow", number(), into(answers))
-        while not served.get("/v2/models/slow/stats")[1].count(b'"execution_count":1'):
-            time.sleep(0.05)
-        os.kill(front.pid, signal.SIGSTOP)
-        while front.is_running():
-            began = time.monotonic()
-            assert served.infer("quick", "x", "INT32", [7])[0] == 200, "HTTP does not notice"
-            assert time.monotonic() - began < 5
-            time.sleep(0.1)
-        errors = [answers.get(timeout=60)[1] for _ in range(30)]
-        assert errors.count(None) <= 1
-        (before,) = json.loads(served.get("/v2/models/slow/stats")[1])["model_stats"]
-        assert before["execution_count"] < 28
-    with grpcclient.InferenceServerClient(served.grpc_address) as client:
-        wait_until_live(client)
-        (another,) = served.fronts()
-        assert another.pid != front.pid
-        assert client.infer("quick", number(3)).as_numpy("y").tolist() == [[3]]
-        # What nobody waits for any more is not computed; one may have been running.
-        time.sleep(3)
-        assert num_executions(client, "slow") - before["execution_count"] <= 1
-    assert served.terminate() == 0
-
-
 def test_a_message_beyond_the_limit(tmp_path):
     served = Served(null_model(tmp_path, "m"), "--grpc-max-message-bytes", "4096", grpc=True)
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
@@ -804,7 +712,7 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
     held = HeldModel(tmp_path, "held")
     served = Served(tmp_path, grpc=True)
     processes = served.processes()
-    assert len(processes) == 3, "worker, front and reaper"
+    assert len(processes) == 2, "worker and reaper"
     answers: queue.Queue = queue.Queue()
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
         told: queue.Queue = queue.Queue()
@@ -824,9 +732,95 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
         assert told.empty(), "an idle stream ends without an error"
 
 
-def test_the_front_dies_with_the_core(tmp_path):
-    served = Served(null_model(tmp_path, "m"), grpc=True)
-    processes = served.processes()
-    served.process.kill()
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
-    assert served.finish(processes) == -signal.SIGKILL
+# Many calls, large ones, and clients that go.
+
+
+def test_large_tensors_in_and_out(client):
+    values = np.random.default_rng(2).normal(size=(4, 1 << 20)).astype(np.float32)
+    for id in ("", "large"):
+        answer = client.infer("floats", [tensor(values, "FP32")], request_id=id)
+        np.testing.assert_array_equal(answer.as_numpy("y"), values)
+    answers: queue.Queue = queue.Queue()
+    client.start_stream(into(answers))
+    for row in values:
+        client.async_stream_infer("floats", [tensor(row[None], "FP32")])
+    for row in values:
+        result, error = answers.get(timeout=60)
+        assert error is None
+        np.testing.assert_array_equal(result.as_numpy("y"), row[None])
+    client.stop_stream()
+
+
+def test_a_thousand_calls_at_a_time_over_several_channels(server):
+    """More calls than a connection carries at a time: the rest waits in the client."""
+
+    async def scenario() -> None:
+        # Different arguments, or the channels would share a connection.
+        channels = [
+            grpc.aio.insecure_channel(server.grpc_address, options=[("penstock.client", number)])
+            for number in range(5)
+        ]
+        stubs = [grpcclient.service_pb2_grpc.GRPCInferenceServiceStub(each) for each in channels]
+
+        async def ask(number: int) -> None:
+            data = np.full((1, 64), number, np.float32).tobytes()
+            request = grpcclient.service_pb2.ModelInferRequest(
+                model_name="floats", inputs=[item(shape=(1, 64))], raw_input_contents=[data]
+            )
+            answer = await stubs[number % 5].ModelInfer(request, timeout=60)
+            assert answer.raw_output_contents[0] == data
+
+        await asyncio.gather(*(ask(number) for number in range(1000)))
+        for channel in channels:
+            await channel.close()
+
+    asyncio.run(scenario())
+
+
+KILLED = """
+import sys, queue
+import numpy as np
+import tritonclient.grpc as grpcclient
+
+client = grpcclient.InferenceServerClient(sys.argv[1])
+client.start_stream(lambda result, error: None)
+for value in range(4):
+    made = grpcclient.InferInput("x", [1, 1], "INT32")
+    made.set_data_from_numpy(np.array([[value]], np.int32))
+    client.async_stream_infer("held", [made])
+print("sent", flush=True)
+queue.Queue().get()
+"""
+
+
+def test_a_client_that_is_killed_cancels_its_stream(server, client, held):
+    before = num_canceled(server, "held")
+    held.hold()
+    command = [sys.executable, "-c", KILLED, server.grpc_address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"sent\n"
+        held.wait_until_begun()
+        process.kill()
+    wait_until(lambda: num_canceled(server, "held") > before)
+    held.release()
+    assert client.infer("held", number(6)).as_numpy("y").tolist() == [[6]]
+    wait_until(lambda: num_pending(server, "held") == 0)
+
+
+def test_pings_of_a_client_that_keeps_its_connection_alive(server, held):
+    """More often than grpcio's server allows."""
+    keep = grpcclient.KeepAliveOptions(
+        keepalive_time_ms=50,
+        keepalive_timeout_ms=10_000,
+        keepalive_permit_without_calls=True,
+        http2_max_pings_without_data=0,
+    )
+    with grpcclient.InferenceServerClient(server.grpc_address, keepalive_options=keep) as client:
+        answers: queue.Queue = queue.Queue()
+        held.hold()
+        client.async_infer("held", number(5), into(answers))
+        held.wait_until_begun()
+        time.sleep(1)
+        held.release()
+        result, error = answers.get(timeout=60)
+        assert error is None and result.as_numpy("y").tolist() == [[5]]

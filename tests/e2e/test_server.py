@@ -66,8 +66,8 @@ def test_tritonclient_in_many_threads(server):
 
 
 def test_who_serves_gives_way_to_nobody(server):
-    """While they start, workers and fronts do; afterwards no thread of theirs may."""
-    processes = [*server.workers(), *server.fronts()]
+    """While they start, workers do; afterwards no thread of theirs may."""
+    processes = server.workers()
     threads = [thread.id for process in processes for thread in process.threads()]
     assert len(threads) > len(processes) > 1
     assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}

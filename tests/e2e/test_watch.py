@@ -196,7 +196,6 @@ def test_the_metrics_port_knows_every_process(served):
     }
     assert resident.keys() == {
         ("core", ""),
-        ("grpc_front", ""),
         ("worker", "busy"),
         ("worker", "promise"),
         ("worker", "raiser"),
@@ -211,21 +210,6 @@ def test_the_metrics_port_serves_nothing_else(served):
     base = served.metrics_url.removesuffix("/metrics")
     assert open_url(f"{base}/v2/health/ready")[0] == 200
     assert open_url(f"{base}/v2/models/busy")[0] == 404
-
-
-def test_a_front_that_died_is_counted(served):
-    [front] = served.fronts()
-    front.kill()
-    while b'penstock_front_restarts{protocol="grpc"} 1' not in served.get("/metrics")[1]:
-        time.sleep(0.05)
-    client = grpcclient.InferenceServerClient(served.grpc_address)
-    for _ in range(200):
-        try:
-            assert client.is_server_live()
-            break
-        except grpcclient.InferenceServerException:
-            time.sleep(0.05)
-    client.close()
 
 
 # Logs.

@@ -20,18 +20,23 @@ from penstock.benchmark.targets import http_connection
 from penstock.benchmark.targets.http_client import HttpClient
 from penstock.benchmark.targets.http_messages import Causes, parse_url
 from penstock.benchmark.targets.openai import StreamReader
-from penstock.config import HttpLimits
+from penstock.config import GrpcConfig, HttpLimits
 from penstock.data import InputSpec, RequestForm, open_source
 from penstock.data.lengths import draw as draw_lengths
 from penstock.data.lengths import parse as parse_lengths
 from penstock.data.traces import read_trace
 from penstock.errors import ConfigError, PenstockError, TooLarge
+from penstock.protocols.gate import Gate
+from penstock.protocols.grpc_call import GrpcCall, UnaryCall
+from penstock.protocols.grpc_server import GrpcServer
+from penstock.protocols.h2 import H2Connection
 from penstock.protocols.http import Connection, Exchange
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.key_file import read_keys
+from penstock.protocols.route_table import INFERENCE
 from penstock.repository import pbtxt
-from penstock.types import Request, TensorSpec
-from penstock.wire import compression, frames, v2, v2_pb
+from penstock.types import Buffer, Request, TensorSpec
+from penstock.wire import compression, frames, h2_frames, hpack, v2, v2_pb
 
 MAX_INFLATED = 1 << 16
 # Between requests; no JSON contains it.
@@ -91,6 +96,25 @@ def v2_protobuf(data: bytes) -> None:
     with contextlib.suppress(PenstockError):
         message = v2_pb.parse(service_pb2.ModelInferRequest, data)
         v2_pb.decode_infer(message, Nobody(), 0.0)
+
+
+def header_blocks(data: bytes) -> None:
+    """Blocks of one connection. What is decoded is the same after encoding."""
+    decoder, encoder, again = (
+        hpack.HpackDecoder(4096),
+        hpack.HpackEncoder(),
+        hpack.HpackDecoder(1 << 20, 1000),
+    )
+    for block in data.split(SEPARATOR):
+        try:
+            fields = decoder.decode(block)
+        except hpack.HeaderListTooLarge:
+            continue
+        except hpack.HpackError as error:
+            assert str(error)
+            return
+        assert again.decode(encoder.encode(tuple(fields))) == fields
+        assert decoder.table_bytes <= hpack.TABLE_BYTES
 
 
 def compressed(data: bytes) -> None:
@@ -213,16 +237,61 @@ class Wire:
 
     def resume_reading(self) -> None: ...
 
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
 
 def echo(exchange: Exchange) -> None:
     exchange.reply(200, b"", (exchange.head.method, exchange.head.path, exchange.body))
 
 
-async def _make_server() -> HttpServer:
-    return HttpServer(echo, HttpLimits())
+UNARY, STREAM = INFERENCE + "ModelInfer", INFERENCE + "ModelStreamInfer"
 
 
-_server = asyncio.run(_make_server())
+class EchoOnce(UnaryCall):
+    __slots__ = ()
+
+    def run(self, data: Buffer) -> None:
+        self.reply([data])
+
+
+class EchoAll(GrpcCall):
+    __slots__ = ()
+
+    def message(self, data: Buffer) -> None:
+        self.send([data])
+
+    def ended(self) -> None:
+        self.end()
+
+
+async def _make_servers() -> tuple[HttpServer, GrpcServer]:
+    grpc = GrpcServer({UNARY: EchoOnce, STREAM: EchoAll}, GrpcConfig(), Gate(), HttpLimits())
+    return HttpServer(echo, HttpLimits()), grpc
+
+
+_server, _grpc_server = asyncio.run(_make_servers())
+_grpc_server.now = lambda: 0.0
+
+
+def http2(data: bytes) -> None:
+    """Frames after the preface and SETTINGS mean the same whether they come at once or in two
+    pieces, cut where the first byte says; and nothing goes wrong inside."""
+    if not data:
+        return
+    cut, frames = data[0], data[1:]
+    at_once, in_two = _frames(frames), _frames(frames[:cut], frames[cut:])
+    assert at_once == in_two
+    assert b"internal error" not in at_once
+
+
+def _frames(*pieces: bytes) -> bytes:
+    connection, wire = H2Connection(_grpc_server), Wire()
+    connection.connection_made(wire)  # type: ignore[arg-type]
+    for piece in (h2_frames.PREFACE + h2_frames.settings({}), *pieces):
+        if piece and not wire.is_closed:
+            connection.data_received(piece)
+    connection.connection_lost(None)
+    return wire.sent
 
 
 def http(data: bytes) -> None:
@@ -302,6 +371,13 @@ def _saved(save: Callable[[io.BytesIO, np.ndarray], None]) -> bytes:
     return file.getvalue()
 
 
+def _call(number: int, path: str, body: bytes) -> bytes:
+    fields = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()))
+    block = hpack.HpackEncoder().encode((*fields, (b"content-type", b"application/grpc")))
+    head = h2_frames.frame(h2_frames.HEADERS, h2_frames.END_HEADERS, number, block)
+    return head + h2_frames.frame(h2_frames.DATA, h2_frames.END_STREAM, number, body)
+
+
 def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
     """Something to start from, so that luck is not needed to get past the first check."""
     request = service_pb2.ModelInferRequest(model_name="m", id="1")
@@ -317,6 +393,7 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
     post = b"\x30POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
     chunked = b"\x40POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     text = b"\xff\xff" + whole
+    update = h2_frames.window_update(0, 9)
     sized = len(head).to_bytes(2, "little") + head + bytes(8)
     return {
         v2_json: [
@@ -331,11 +408,15 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
             b"\x41" + _PIECE.replace(b"\n", b"\r\n") + b'data: {"error":{"message":"no"}}\r\n\r\n',
         ],
         v2_protobuf: [request.SerializeToString(), raw.SerializeToString()],
+        header_blocks: [
+            bytes.fromhex("828684418cf1e3c2e5f23a6ba0ab90f4ff1e828684be5886a8eb10649cbf"),
+            bytes.fromhex("3fe11f400a637573746f6d2d6b65790d637573746f6d2d6865616465721ebe"),
+        ],
         compressed: [compression.deflate(whole, each) for each in compression.ENCODINGS],
         frame: [
             frames.encode(frames.MapSlab(1, 4096)),
             frames.encode(frames.StartFailed(("why",))),
-            frames.encode(frames.AskReply(1, b"{}")),
+            frames.encode(frames.Forwarded(1, frames.Parcel())),
             frames.join([frames.encode(frames.Cancel(1)), frames.encode(frames.Pong())]),
         ],
         config_pbtxt: [_CONFIG],
@@ -361,6 +442,13 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
             b'{"conversations": [{"from": "human", "value": "c"}]}',
             _saved(np.save),
             _saved(np.savez),
+        ],
+        http2: [
+            bytes((30,)) + _call(1, UNARY, b"\0\0\0\0\3abc"),
+            bytes((99,)) + _call(1, STREAM, b"\0\0\0\0\1a\0\0\0\0\0") + update,
+            bytes((9,)) + _call(1, "/a/b", b"") + h2_frames.reset(1, h2_frames.H2Error.CANCEL),
+            bytes((12,)) + h2_frames.frame(h2_frames.HEADERS, 0, 1, b"\x83\x86"),
+            bytes((5,)) + h2_frames.settings({4: 0, 1: 0}) + _call(3, UNARY, b"\0\0\0\0\0"),
         ],
         http: [get, post, get + get[1:], chunked + b"3;a=b\r\nabc\r\n0\r\nT: u\r\n\r\n"],
     }

@@ -14,7 +14,7 @@ import uvloop
 from waiting import until
 
 from penstock.config import HttpLimits
-from penstock.protocols import answer_sender, http_server
+from penstock.protocols import answer_sender, listener
 from penstock.protocols.answer_sender import AnswerSender
 from penstock.protocols.http import LONG_ANSWER_BYTES, Exchange
 from penstock.types import Buffer
@@ -171,7 +171,7 @@ async def test_a_refusal_waits_behind_a_long_answer(serve: Any) -> None:
 async def test_a_client_that_reads_nothing_is_cut_off(
     serve: Any, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(listener, "SWEEP_S", 0.02)
     memory = Memory()
     limits = HttpLimits(write_timeout_s=0.3)
     async with serve(memory, limits) as served, served.connect() as client:
@@ -183,7 +183,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(
 async def test_a_client_that_reads_slowly_is_not_cut_off(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(listener, "SWEEP_S", 0.02)
     memory = Memory()
     limits = HttpLimits(write_timeout_s=3.0)
     async with serve(memory, limits) as served, served.connect() as client:

@@ -7,19 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from penstock.config import HttpLimits
-from penstock.errors import InvalidRequest, NotAllowed, NotFound
+from penstock.config import GrpcConfig, HttpLimits
+from penstock.errors import InvalidRequest, NotAllowed
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall, record
-from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate, Keys, digest_secret
+from penstock.protocols.grpc_server import GrpcServer
+from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.management import ManagementApi
-from penstock.wire import frames
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "repository"
 SECRETS = {"operator": b"secret-of-operator", "team-a": b"secret-of-team-a"}
@@ -141,12 +143,28 @@ async def test_a_call_that_its_client_leaves_is_recorded(
     await v2.close()
 
 
-async def test_administrative_calls_of_the_grpc_front_are_recorded(lines: Any) -> None:
-    core = CoreApi(make_management(), gate=GATE)
-    await core.answer(frames.Ask(1, "unload", "m", key=DIGESTS["operator"]))
-    with pytest.raises(NotFound):
-        await core.answer(frames.Ask(2, "load", "m"))
-    await core.answer(frames.Ask(3, "server_metadata"))
-    first, second = lines()
+async def test_administrative_calls_over_grpc_are_recorded(lines: Any) -> None:
+    service = GrpcService(make_management(), GATE)
+    server = GrpcServer(service.methods(), GrpcConfig(), GATE, HttpLimits())
+    port = await server.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        operator, other = ([("x-api-key", SECRETS[name].decode())] for name in SECRETS)
+        request = service_pb2.RepositoryModelUnloadRequest(model_name="m")
+        await stub.RepositoryModelUnload(request, metadata=operator)
+        for metadata in (other, other, None):
+            with pytest.raises(grpc.RpcError):
+                await stub.RepositoryModelUnload(request, metadata=metadata)
+        load = service_pb2.RepositoryModelLoadRequest(model_name="m")
+        with pytest.raises(grpc.RpcError):
+            await stub.RepositoryModelLoad(load, metadata=operator)
+        await stub.ServerMetadata(service_pb2.ServerMetadataRequest(), metadata=operator)
+    await server.close()
+    first, *refused, anonymous, last = lines()
     assert first == "grpc caller=operator action=unload model=m result=OK"
-    assert second.startswith("grpc caller=anonymous action=load model=m result=NOT_FOUND reason=")
+    for line in refused:
+        assert line.startswith("grpc caller=team-a action=RepositoryModelUnload ")
+        assert "result=PERMISSION_DENIED" in line
+    assert len(refused) == 2, "also a head that was seen before"
+    assert "caller=anonymous" in anonymous and "result=UNAUTHENTICATED" in anonymous
+    assert last.startswith("grpc caller=operator action=load model=m result=NOT_FOUND reason=")

@@ -14,7 +14,7 @@ from long_bodies import Receiver, bytes_of, post
 from waiting import until
 
 from penstock.config import HttpLimits
-from penstock.protocols import http, http_server
+from penstock.protocols import http, listener
 from penstock.protocols.body_receiver import BodyReceiver
 from penstock.protocols.http_reader import LONG_BYTES
 
@@ -129,7 +129,7 @@ async def test_a_truncated_body_gives_its_memory_back(serve: Any, num_sent: int)
 async def test_a_body_that_stops_is_refused_as_any_other(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(listener, "SWEEP_S", 0.02)
     monkeypatch.setattr(http, "SLOW_BODY_S", 0.0)
     receiver = Receiver()
     limits = HttpLimits(body_timeout_s=2.0)
@@ -148,7 +148,7 @@ async def test_a_body_that_stops_is_refused_as_any_other(
 async def test_a_slow_body_is_moved_out_and_completes(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(listener, "SWEEP_S", 0.02)
     receiver = Receiver()
     whole = bytes_of(300_000)
     data = post(whole)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from doubles import FakeClock, RecordingSink
 
-from penstock.config import BatchPolicy, GrpcConfig, ModelConfig
+from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.errors import (
     BackendFailed,
     Cancelled,
@@ -22,11 +22,10 @@ from penstock.errors import (
     NotFound,
     NotReady,
     TooLarge,
-    Unsupported,
 )
 from penstock.processes.channel import socket_pair
 from penstock.protocols import fronts
-from penstock.protocols.fronts import PING_S, CoreApi, Front, Silence, grpc_spec
+from penstock.protocols.fronts import PING_S, CoreApi, Front, FrontSpec, Silence, http_spec
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.remote import Remote
@@ -40,8 +39,21 @@ from penstock.serving.supervisor import ThreadLife
 from penstock.types import Request, RequestedOutput, TensorSpec, from_array
 from penstock.wire import frames
 
-LARGE = GrpcConfig(port=0, max_message_bytes=64 * 1024, segment_bytes=1 << 20)
-SMALL = GrpcConfig(port=0, max_message_bytes=64 * 1024, segment_bytes=256 * 1024)
+
+@dataclass(frozen=True)
+class Size:
+    segment_bytes: int
+    hang_s: float = 10.0
+
+
+SMALL = Size(256 * 1024)
+
+
+def spec(size: Size, gate: Gate, start_life: Callable[..., "FrontLife"]) -> FrontSpec:
+    """An HTTP front with less memory than it really has."""
+    made = http_spec(1, ("127.0.0.1", 0), HttpLimits(), gate)
+    opening = msgspec.structs.replace(made.opening, segment_bytes=size.segment_bytes)
+    return replace(made, opening=opening, hang_s=size.hang_s, start_life=start_life)
 
 
 class FrontLife:
@@ -136,7 +148,7 @@ def model(name: str, **options: str) -> ModelConfig:
 @asynccontextmanager
 async def serving(
     *configs: ModelConfig,
-    config: GrpcConfig = SMALL,
+    config: Size = SMALL,
     is_serving: bool = True,
     keys: Keys | None = None,
     repository: Path | str = ".",
@@ -153,7 +165,7 @@ async def serving(
     control = Control(catalog, str(repository), is_explicit=True)
     lifecycle = Lifecycle(is_loading=not is_serving)
     core = CoreApi(ManagementApi(catalog, control, lifecycle), http)
-    front = Front(core, grpc_spec("127.0.0.1", config, Gate(keys), start))
+    front = Front(core, spec(config, Gate(keys), start))
     front.start()
     lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
     await front.listening()
@@ -449,11 +461,9 @@ def test_time_in_which_the_core_stood_still_itself_is_not_held_against_the_front
 
 async def test_a_front_gets_the_keys_of_the_core_again_after_a_restart(until):
     keys = Keys({b"digest": frozenset(("infer", "admin"))})
-    config = replace(SMALL, compression="gzip")
-    async with serving(keys=keys, config=config) as served:
+    async with serving(keys=keys) as served:
         first = served.lives[-1].opened
         assert {digest: set(scopes) for digest, scopes in first.keys.items()} == keys.scopes
-        assert first.compression == "gzip"
         served.lives[-1].kill()
         await until(lambda: len(served.lives) == 2)
         served.lives[-1].connect()
@@ -486,7 +496,7 @@ def make_core() -> CoreApi:
 
 
 def front_of(start_life: Scarce) -> Front:
-    return Front(make_core(), grpc_spec("127.0.0.1", SMALL, Gate(), start_life))
+    return Front(make_core(), spec(SMALL, Gate(), start_life))
 
 
 async def test_a_front_that_gets_no_process_is_tried_again(until):
@@ -524,7 +534,7 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
         return lives[-1]
 
     for problems, words in [(("port in use",), "port in use"), ((), "exited with status 1")]:
-        front = Front(make_core(), grpc_spec("127.0.0.1", SMALL, Gate(), start))
+        front = Front(make_core(), spec(SMALL, Gate(), start))
         lives.clear()
         front.start()
         listening = asyncio.ensure_future(front.listening())
@@ -550,65 +560,12 @@ async def test_a_draining_server_finishes_what_it_has_and_refuses_the_rest(until
         error = await served.infer(row(4), "slow")
         assert isinstance(error, NotReady)
         assert str(error) == "the server is shutting down"
-        with pytest.raises(NotReady, match="the server is shutting down"):
-            await served.remote.ask("ready")
         await until(lambda: sink.num_final)
         assert sink.error is None
         closing = asyncio.ensure_future(served.front.close())
         await served.remote.stopped.wait()
         served.lives[-1].kill()
         await closing
-
-
-async def test_the_core_answers_questions():
-    async with serving() as served:
-        ask = served.remote.ask
-        assert msgspec.json.decode(await ask("ready")) == {"ready": True}
-        assert msgspec.json.decode(await ask("server_metadata"))["name"] == "penstock"
-        assert msgspec.json.decode(await ask("model_ready", "echo"))["ready"] is True
-        metadata = msgspec.json.decode(await ask("metadata", "echo"))
-        assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}]
-        config = msgspec.json.decode(await ask("config", "echo", "1"))
-        assert (config["name"], config["max_batch_size"]) == ("echo", 8)
-        statistics = msgspec.json.decode(await ask("statistics"))
-        assert [each["name"] for each in statistics["model_stats"]] == ["echo"]
-        for kind in ("model_ready", "metadata", "config", "statistics"):
-            with pytest.raises(NotFound, match="unknown model: 'none' is not found"):
-                await ask(kind, "none")
-
-
-def answers_with(served: Served, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    """Every question from now on gets this answer."""
-
-    async def answer(core: CoreApi, ask: frames.Ask) -> bytes:
-        return body
-
-    monkeypatch.setattr(CoreApi, "answer", answer)
-
-
-@pytest.mark.parametrize("size", [0, 1, 16 * 1024 + 1, 300_000, LARGE.segment_bytes])
-async def test_an_answer_of_any_length_arrives(size, monkeypatch, until):
-    body = bytes(range(256)) * (size // 256 + 1)
-    async with serving(config=LARGE) as served:
-        answers_with(served, monkeypatch, body[:size])
-        for _ in range(5):
-            assert await served.remote.ask("statistics") == body[:size]
-        many = await asyncio.gather(*(served.remote.ask("statistics") for _ in range(9)))
-        assert set(many) == {body[:size]}
-        await until(lambda: served.front.num_running == 0)
-
-
-async def test_an_answer_that_can_never_be_sent_is_an_error(monkeypatch):
-    async with serving(config=LARGE) as served:
-        answers_with(served, monkeypatch, bytes(LARGE.segment_bytes + 1))
-        with pytest.raises(BackendFailed, match="the answer: the tensors take 1048577 bytes"):
-            await served.remote.ask("statistics")
-
-
-async def test_a_server_that_still_loads_is_not_ready():
-    async with serving(is_serving=False) as served:
-        with pytest.raises(NotReady, match="models are loading"):
-            await served.remote.ask("ready")
 
 
 async def test_outputs_may_be_asked_for_as_classes(until):
@@ -641,47 +598,3 @@ async def test_what_cannot_be_classified_is_refused(until):
         await until(lambda: sink.num_final)
         assert isinstance(sink.error, InvalidRequest)
         assert str(sink.error) == "output 'y': BOOL cannot be classified"
-
-
-def add_model(root: Path, name: str, text: str = 'backend: "null" max_batch_size: 4') -> None:
-    (root / name / "1").mkdir(parents=True)
-    tensor = '{{ name: "{}" data_type: TYPE_FP32 dims: -1 }}'
-    (root / name / "config.pbtxt").write_text(
-        f"{text}\ninput {tensor.format('x')} output {tensor.format('y')}"
-    )
-
-
-async def test_models_come_and_go_as_a_front_asks(tmp_path):
-    add_model(tmp_path, "other")
-    async with serving(repository=tmp_path) as served:
-        ask = served.remote.ask
-        assert msgspec.json.decode(await ask("index")) == [
-            {"name": "echo", "version": "1", "state": "READY"},
-            {"name": "other"},
-        ]
-        assert await ask("load", "other") == b""
-        np.testing.assert_array_equal(await served.infer(row(4), "other"), row(4))
-        await ask("unload", "echo")
-        assert msgspec.json.decode(await ask("index", parameters={"ready": True})) == [
-            {"name": "other", "version": "1", "state": "READY"}
-        ]
-        with pytest.raises(Unsupported, match="load takes no parameters"):
-            await ask("load", "other", parameters={"config": True})
-        with pytest.raises(NotFound, match="no such model: .* is not in the model repository"):
-            await ask("load", "nobody")
-
-
-async def test_a_load_that_nobody_waits_for_any_more_is_undone(tmp_path, until):
-    add_model(
-        tmp_path,
-        "late",
-        'backend: "null" max_batch_size: 4 '
-        'parameters { key: "null.load_ms" value { string_value: "300" } }',
-    )
-    async with serving(repository=tmp_path) as served:
-        question = asyncio.ensure_future(served.remote.ask("load", "late"))
-        await until(lambda: served.front.num_running == 1)
-        question.cancel()
-        await until(lambda: served.front.num_running == 0)
-        assert [each.config.name for each in served.catalog] == ["echo"]
-        assert served.catalog.is_ready

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from penstock.config import HttpLimits
-from penstock.errors import ConfigError, InvalidRequest, NotAllowed
+from penstock.errors import ConfigError, InvalidRequest, NotAllowed, Unsupported
 from penstock.processes.channel import socket_pair
 from penstock.protocols.gate import Gate, digest_secret, secret_of
+from penstock.protocols.h2_heads import make_head
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.key_file import MAX_KEYS, KeyFile, read_keys
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
-from penstock.protocols.v2_grpc import check_rpc, headers_of
 from penstock.protocols.v2_http import V2Http
 from penstock.serving.quotas import Quota
 from penstock.wire import frames
@@ -75,23 +75,30 @@ def test_a_key_opens_its_scopes_and_no_others(keys, header):
 def test_an_rpc_is_opened_by_the_same_keys(keys, name):
     gate = Gate(keys)
     value = f"Bearer {SECRET}" if name == "authorization" else SECRET
-    metadata = [("user-agent", "test"), (name, value), ("trace-bin", b"\xff")]
-    assert check_rpc(gate, f"{INFERENCE}ModelInfer", metadata)
+    headers = {"user-agent": "test", name: value}
+    assert gate.admit_rpc(rpc("ModelInfer", headers)).scope == "infer"
     with pytest.raises(NotAllowed, match="has no scope 'admin'") as caught:
-        check_rpc(gate, f"{INFERENCE}RepositoryModelLoad", metadata)
+        gate.admit_rpc(rpc("RepositoryModelLoad", headers))
     assert not caught.value.needs_key
-    for wrong in ([], [(name, "nobody")], [(name, value + "x")], [(name, "é")]):
-        assert check_rpc(gate, "/grpc.health.v1.Health/Check", wrong)
+    for wrong in ({}, {name: "nobody"}, {name: value + "x"}, {name: "é"}):
+        assert gate.admit_rpc(rpc("/grpc.health.v1.Health/Check", wrong)).scope == "open"
         with pytest.raises(NotAllowed) as caught:
-            check_rpc(gate, f"{INFERENCE}ModelInfer", wrong)
+            gate.admit_rpc(rpc("ModelInfer", wrong))
         assert caught.value.needs_key
-    assert check_rpc(Gate(), f"{INFERENCE}RepositoryModelLoad", [])
+    assert Gate().admit_rpc(rpc("RepositoryModelLoad", {})).handler == "load"
 
 
-@pytest.mark.parametrize("method", ["/unknown.Service/Method", "", f"{INFERENCE}ModelInfer\n"])
+def rpc(method: str, headers: dict[str, str]) -> MessageHead:
+    path = method if method.startswith("/") or not method else INFERENCE + method
+    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode())]
+    return make_head([*fields, *((name.encode(), text.encode()) for name, text in headers.items())])
+
+
+@pytest.mark.parametrize("method", ["/unknown.Service/Method", "/", f"{INFERENCE}ModelInfer\n"])
 def test_an_rpc_without_a_row_is_there_for_nobody(keys, method):
     for gate in (Gate(), Gate(keys)):
-        assert not check_rpc(gate, method, [("x-api-key", SECRET)])
+        with pytest.raises(Unsupported):
+            gate.admit_rpc(rpc(method, {"x-api-key": SECRET}))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +196,7 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
     path.write_text("".join(entries[:-1]))
     keys = {digest: tuple(scopes) for digest, scopes in read_keys(path).scopes.items()}
     assert len(frames.encode(frames.SetKeys(keys))) <= MAX_SENT_BYTES
-    frame = frames.OpenFront(frames.VERSION, "localhost", 0, 0, 0, keys=keys)
+    frame = frames.OpenFront(frames.VERSION, "localhost", 0, 0, keys=keys)
     ours, theirs = socket_pair()
     with ours, theirs:
         ours.send(frames.encode(frame))
@@ -252,8 +259,6 @@ def test_callers_are_told_apart_by_their_key_and_only_where_keys_are_needed(tmp_
     other = {b"x-api-key": SECRET[::-1].encode()}
     assert gate.caller(bearer) == gate.caller(plain) != gate.caller(other)
     assert SECRET.encode() not in gate.caller(plain)
-    rpc = headers_of([("authorization", f"Bearer {SECRET}")])
-    assert gate.caller(rpc) == gate.caller(plain)
     assert gate.caller({}) == Gate().caller(bearer) == b""
 
 

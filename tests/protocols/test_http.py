@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.config import HttpLimits
-from penstock.protocols import http, http_server
+from penstock.protocols import http, listener
 from penstock.protocols.http import LINGER_S, Connection, Exchange
 from penstock.protocols.http_reader import MAX_KNOWN_HEAD_BYTES, SCREEN_BYTES, normalize_path
 from penstock.protocols.http_server import HttpServer
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def quick_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
+    monkeypatch.setattr(listener, "SWEEP_S", 0.02)
 
 
 def get(path: str = "/a", *headers: str) -> bytes:
@@ -925,7 +925,7 @@ def later(served: Any, seconds: float) -> None:
 
 async def test_others_run_while_many_connections_are_swept(quick_sweep: None) -> None:
     server = HttpServer(Echo(), HttpLimits(keep_alive_s=0.0))
-    wires = [attach(server)[1] for _ in range(10 * http_server.SWEEP_SLICE)]
+    wires = [attach(server)[1] for _ in range(10 * listener.SWEEP_SLICE)]
     await server.start("127.0.0.1", 0)
     seen = {0}
     while len(wires) not in seen:

@@ -63,7 +63,7 @@ def pair() -> Callable[[], tuple[End, End]]:
 
 async def test_frames_arrive_in_order_though_the_socket_is_full(pair, until):
     core, front = pair()
-    sent = [frames.AskReply(call, bytes(100_000)) for call in range(100)]
+    sent = [frames.Forwarded(call, frames.Parcel((), bytes(100_000))) for call in range(100)]
     for frame in sent:
         core.line.send(frame)
     assert len(front.heard) == 0
@@ -99,7 +99,7 @@ async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pai
 async def test_a_frame_that_no_socket_takes_is_refused(pair):
     core, front = pair()
     with pytest.raises(TooLarge):
-        core.line.send(frames.AskReply(1, bytes(frames.MAX_FRAME_BYTES)))
+        core.line.send(frames.Forwarded(1, frames.Parcel((), bytes(frames.MAX_FRAME_BYTES))))
     core.close()
     front.close()
 

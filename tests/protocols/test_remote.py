@@ -149,11 +149,12 @@ async def test_a_head_that_fits_no_frame_is_refused_and_holds_nothing(
 
 async def test_an_error_of_an_unknown_kind_is_the_backends(until: Callable[..., Any]):
     core = Core()
-    question = asyncio.ensure_future(core.remote.ask("ready"))
+    sink, _ = submit(core)
     await until(lambda: core.heard)
-    core.line.send(frames.AskReply(core.heard[0].call, b"", "Strange", "why"))
-    with pytest.raises(BackendFailed, match="why"):
-        await question
+    call = core.heard[0].call
+    core.line.send(frames.InferReply(call, frames.Parcel(), error_kind="Strange", error="why"))
+    await until(lambda: sink.num_final)
+    assert (type(sink.error), str(sink.error)) == (BackendFailed, "why")
     core.close()
 
 
@@ -213,13 +214,4 @@ async def test_an_answer_to_a_call_that_has_gone_does_not_take_others_with_it(
     assert sink.error is None
     await until(lambda: len(core.heard) == 2)
     assert core.heard[1] == frames.Release((64,)), "what nobody reads is given back"
-    core.close()
-
-
-async def test_a_long_answer_that_nobody_waits_for_is_given_back(until: Callable[..., Any]):
-    core = Core()
-    piece = frames.TensorHeader("body", "UINT8", (BIG,), BIG)
-    core.line.send(frames.AskReply(7, b"", parcel=frames.Parcel((piece,), offset=0)))
-    await until(lambda: core.heard)
-    assert core.heard == [frames.Release((0,))]
     core.close()

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from urllib.parse import unquote
 
-import grpc
 import pytest
 from example_counts import at_most
 from grpc_health.v1 import health_pb2
@@ -18,8 +16,10 @@ from tritonclient.grpc import service_pb2
 
 from penstock.config import HttpLimits
 from penstock.dashboard.pages import Pages
+from penstock.errors import NotAllowed, Unsupported
 from penstock.protocols.answer_sender import Keep
 from penstock.protocols.gate import Gate, Keys, digest_secret
+from penstock.protocols.h2_heads import make_head
 from penstock.protocols.handler_tasks import MetricsHttp, make_handlers
 from penstock.protocols.http import Connection, Exchange, Handler
 from penstock.protocols.http_reader import MessageHead, normalize_path
@@ -27,7 +27,6 @@ from penstock.protocols.http_server import HttpServer
 from penstock.protocols.infer_http import InferCall
 from penstock.protocols.route import Match
 from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, find
-from penstock.protocols.v2_grpc import Gated
 from penstock.protocols.v2_http import V2Http
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -436,18 +435,19 @@ RPC_TRICKS: dict[str, Trick] = {
 
 @pytest.mark.parametrize("trick", RPC_TRICKS.values(), ids=RPC_TRICKS.keys())
 def test_no_spelling_of_a_method_reaches_an_rpc_without_its_scope(trick: Trick) -> None:
-    handlers = {method: grpc.unary_unary_rpc_method_handler(str) for method in RPCS}
-    gated = Gated(Gate(KEYS), handlers)
+    gate = Gate(KEYS)
     for method, path in RPCS.items():
         scope = find(path.encode()).route.scope
         for own, secret in {"": b"", **SECRETS}.items():
-            metadata = [("x-api-key", secret.decode())] if secret else []
-            call = SimpleNamespace(method=trick(method), invocation_metadata=metadata)
-            found = gated.service(call)
+            fields = [(b":method", b"POST"), (b":scheme", b"http")]
+            fields.append((b":path", trick(method).encode("latin-1")))
+            head = make_head([*fields, *([(b"x-api-key", secret)] if secret else [])])
             if trick(method) != method:
-                assert found is None
+                with pytest.raises(Unsupported):
+                    gate.admit_rpc(head)
             elif scope in ("open", own):
-                assert found is handlers[method]
+                assert gate.admit_rpc(head) is RPC_ROUTES[method]
             else:
-                assert found is not None and found is not handlers[method]
+                with pytest.raises(NotAllowed):
+                    gate.admit_rpc(head)
     assert INFERENCE + "ModelInfer" in RPCS

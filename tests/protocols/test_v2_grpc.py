@@ -1,4 +1,4 @@
-"""KServe v2 over gRPC: statuses, texts, streams and health, before a core that the test plays."""
+"""KServe v2 over gRPC: statuses, texts, streams and health, before models that the test plays."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from penstock import errors
+from penstock.config import GrpcConfig, HttpLimits
 from penstock.errors import (
     InvalidRequest,
     NotAllowed,
@@ -25,10 +26,13 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.protocols.gate import Gate, Keys, digest_secret
-from penstock.protocols.route_table import RPC_ROUTES
-from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, Service
+from penstock.protocols.grpc_server import GrpcServer
+from penstock.protocols.infer_grpc import MAX_STREAM_CALLS
+from penstock.protocols.route_table import HEALTH, RPC_ROUTES
+from penstock.protocols.v2_grpc import SERVICE, GrpcService
+from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.management import ManagementCall
 from penstock.types import CANCELLED, Request, Response
-from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
 
 ANSWERED = {
@@ -56,14 +60,8 @@ GATE = Gate(
 )
 METHODS = [
     *(f"/{SERVICE.full_name}/{name}" for name in SERVICE.methods_by_name),
-    *(f"/{HEALTH.full_name}/{name}" for name in HEALTH.methods_by_name),
+    *(HEALTH + name for name in ("Check", "Watch")),
 ]
-
-
-@pytest.fixture
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """The front runs on the loop of the standard library."""
-    return asyncio.new_event_loop
 
 
 class Core:
@@ -74,23 +72,26 @@ class Core:
         self.waiting: list[Request] = []
         self.cancelled: list[Request] = []
         self.asked: list[tuple[str, str, Mapping[str, Any]]] = []
+        self.counted: list[str] = []
+        self.refused: list[PenstockError] = []
+        self.catalog = self
+        self.lifecycle = Lifecycle()
         self.is_ready = True
 
     def find(self, name: str, version: str = "") -> Model:
         return Model(self, name)
 
-    async def ask(
-        self,
-        kind: frames.AskKind,
-        name: str = "",
-        version: str = "",
-        parameters: Mapping[str, Any] | None = None,
-        key: bytes = b"",
-    ) -> bytes:
-        self.asked.append((kind, name, parameters or {}))
+    def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
+        self.counted.append(name)
+
+    async def answer(self, call: ManagementCall) -> bytes:
+        kind, name = call.action, call.model_name
+        self.asked.append((kind, name, call.parameters))
         if name in self.errors:
             raise self.errors[name]
         match kind:
+            case "live":
+                return b'{"live":true}'
             case "ready" | "model_ready":
                 if not self.is_ready:
                     raise NotReady("not yet")
@@ -111,8 +112,9 @@ class Core:
                     b'[{"name":"a","version":"1","state":"READY"},'
                     b'{"name":"b","state":"UNAVAILABLE","reason":"why"},{"name":"c"}]'
                 )
-            case "load" | "unload" | "count_request":
+            case "load" | "unload":
                 return b""
+        raise AssertionError(kind)
 
 
 class Model:
@@ -132,9 +134,12 @@ class Model:
         self.core.cancelled.append(request)
         request.respond(CANCELLED)
 
+    def refused(self, error: PenstockError, received: float) -> None:
+        self.core.refused.append(error)
+
 
 class Client:
-    def __init__(self, channel: grpc.aio.Channel, service: Service) -> None:
+    def __init__(self, channel: grpc.aio.Channel, service: GrpcService) -> None:
         self.channel = channel
         self.service = service
         self.v2 = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -148,17 +153,20 @@ class Client:
 
 @asynccontextmanager
 async def serving(core: Core, gate: Gate | None = None) -> AsyncIterator[Client]:
-    service = Service(core, gate or Gate())  # type: ignore[arg-type]
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1 << 16)])
-    server.add_generic_rpc_handlers([service.handler()])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    gate = gate or Gate()
+    service = GrpcService(core, gate)  # type: ignore[arg-type]
+    config = GrpcConfig(max_message_bytes=1 << 16)
+    server = GrpcServer(service.methods(), config, gate, HttpLimits())
+    port = await server.start("127.0.0.1", 0)
+    # Channels with the same arguments would share a connection, also between tests.
+    options = [("grpc.use_local_subchannel_pool", 1)]
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             yield Client(channel, service)
     finally:
         service.stop()
-        await server.stop(0)
+        await service.close()
+        await server.close()
 
 
 def message(model: str = "m", id: str = "", data: bytes = b"12345678") -> Any:
@@ -432,12 +440,13 @@ async def test_a_key_that_is_given_twice_is_refused(name: str, gate: Gate):
 )
 async def test_a_stream_ends_when_its_key_is_revoked(scopes, code, until: Callable[..., Any]):
     core, digest = Core(), digest_secret(SECRETS["infer"].encode())
-    async with serving(core, Gate(Keys({digest: frozenset(["infer"])}))) as client:
+    gate = Gate(Keys({digest: frozenset(["infer"])}))
+    async with serving(core, gate) as client:
         stream = client.v2.ModelStreamInfer(metadata=[("x-api-key", SECRETS["infer"])])
         await stream.write(message("wait", id="before"))
         await until(lambda: core.waiting)
         left = {} if scopes is None else {digest: frozenset(scopes)}
-        client.service.use_keys(Keys(left))
+        gate.keys = Keys(left)
         await stream.write(message(id="after"))
         request = core.waiting[0]
         request.respond(Response("wait", "1", request.inputs, request.parameters))
@@ -499,6 +508,40 @@ async def test_a_stream_of_more_than_may_be_under_way_is_answered(until: Callabl
             await asyncio.sleep(0.01)
         assert [int(each.infer_response.id) async for each in stream] == list(range(total))
         await sending
+
+
+async def test_messages_that_wait_may_be_answered_at_once(until: Callable[..., Any]):
+    """Far more than the stack is deep, behind as many as may be in flight."""
+    core, num_quick = Core(), 3000
+    async with serving(core) as client:
+        stream = client.v2.ModelStreamInfer()
+
+        async def send() -> None:
+            for _ in range(MAX_STREAM_CALLS):
+                await stream.write(message("wait"))
+            for number in range(num_quick):
+                await stream.write(message(id=str(number)))
+            await stream.done_writing()
+
+        sending = asyncio.ensure_future(send())
+        await until(lambda: len(core.waiting) == MAX_STREAM_CALLS)
+        await sending
+        for request in core.waiting:
+            request.respond(Response("wait", "1", request.inputs))
+        ids = [each.infer_response.id async for each in stream]
+        assert ids == [""] * MAX_STREAM_CALLS + [str(number) for number in range(num_quick)]
+        assert await stream.code() == grpc.StatusCode.OK
+
+
+async def test_compressed_messages_of_a_stream_are_all_answered():
+    """Long ones are inflated in a thread; the last message comes before the first is ready."""
+    noise = hashlib.shake_256(b"").digest(30_000)
+    async with serving(Core()) as client:
+        stream = client.v2.ModelStreamInfer(compression=grpc.Compression.Gzip)
+        for number in range(4):
+            await stream.write(message(id=str(number), data=noise))
+        await stream.done_writing()
+        assert [each.infer_response.id async for each in stream] == ["0", "1", "2", "3"]
 
 
 async def test_a_message_of_a_stream_that_is_too_long_ends_this_stream_alone(
@@ -601,6 +644,8 @@ async def test_a_server_that_stops_lets_streams_finish(until: Callable[..., Any]
         await stream.write(message("wait"))
         await until(lambda: core.waiting)
         client.service.stop()
+        await stream.write(message(id="too late"))
+        assert (await client.v2.ServerLive(service_pb2.ServerLiveRequest())).live
         (request,) = core.waiting
         request.respond(Response("wait", "1", request.inputs))
         assert (await stream.read()).infer_response.model_name == "wait"

@@ -344,7 +344,6 @@ def test_a_rerun_waits_before_all_others():
     [
         ({"core": 0.5}, []),
         ({"core": 0.95}, ["takes 95% of a core and answers HTTP itself: penstock serve --fronts"]),
-        ({"core": 0.95, "gRPC front": 0.99}, ["answers HTTP itself"]),
         ({"core": 0.3, "HTTP front 1": 0.5, "HTTP front 2": 0.5}, []),
         ({"core": 0.3, "HTTP front 1": 1.0}, ["HTTP front 1 takes 100% of a core: more of them"]),
         ({"core": 0.99, "HTTP front 1": 0.5}, ["takes 99% of a core, beside 1 HTTP fronts"]),

@@ -80,24 +80,19 @@ FROM_FRONT = [
     frames.Infer(1, "m", "2", 0.5, AT_OFFSET, "id", ("y",), {"b": True}, 3, 1.5, {"y": 5}),
     frames.Cancel(1),
     frames.Release((0, 64)),
-    frames.Ask(1, "model_ready", "m", "2"),
-    frames.Ask(1, "index", parameters={"ready": True}, key=b"d" * 32),
     frames.Infer(1, "m", "2", 0.5, INLINE, wants_timings=True),
     frames.Forward(1, 0.5, b"GET", b"/v2?a", {b"host": b"\xff"}, True, False, INLINE),
     frames.Pong(),
     frames.Pong(7),
 ]
 TO_FRONT = [
-    frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64),
-    frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64, "gzip", {b"\xff\0": ("infer", "admin")}),
-    frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64, limits=HttpLimits(7), hosts=("a",)),
+    frames.OpenFront(frames.VERSION, "::1", 0, 4096),
+    frames.OpenFront(frames.VERSION, "::1", 0, 4096, {b"\xff\0": ("infer", "admin")}),
+    frames.OpenFront(frames.VERSION, "::1", 0, 4096, limits=HttpLimits(7), hosts=("a",)),
     frames.InferReply(1, INLINE, "m", "2", {"s": "é"}),
     frames.InferReply(1, INLINE, "m", "2", timings=(0.5, 1.0, 0.0, 1.0, 2.0, 3.0, 4.0)),
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", retry_after_s=2.5),
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", error="full", is_final=False),
-    frames.AskReply(1, b"{}"),
-    frames.AskReply(1, b"", "NotFound", "no such model"),
-    frames.AskReply(1, b"", parcel=AT_OFFSET),
     frames.Forwarded(1, INLINE, True),
     frames.Forwarded(1, frames.Parcel(), is_cut=True),
     frames.Ping(),
@@ -106,7 +101,7 @@ TO_FRONT = [
     frames.Stop(),
 ]
 
-OPEN = "96a46f70656e01a168cd1f41cd100040"
+OPEN = "95a46f70656e01a168cd1f41cd1000"
 INFER = (
     "9ba3696e6605a16da131cb3fe000000000000094a370636c9195a174a178a44650333292010208"
     "c4083132333435363738c0a26964908000c0"
@@ -243,7 +238,7 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
             "97a26f6b07cb3fb999999999999acb3fc999999999999acb3fd33333333333339080",
         ),
         (frames.decode_from_worker, frames.BatchFailed(7, "bad"), "93a365727207a3626164"),
-        (frames.decode_to_front, frames.OpenFront(1, "h", 8001, 4096, 64), OPEN),
+        (frames.decode_to_front, frames.OpenFront(1, "h", 8001, 4096), OPEN),
         (decode_from_front, frames.Listening(1, 8001), "93a36c697301cd1f41"),
         (decode_from_front, frames.Infer(5, "m", "1", 0.5, INLINE, "id"), INFER),
         (decode_from_front, frames.Cancel(5), "92a4696e666305"),
@@ -252,16 +247,10 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
             frames.InferReply(5, frames.Parcel(offset=64), "m", "1"),
             "99a4696e66720594a370636c90c40040a16da13180a0a0c3",
         ),
-        (
-            decode_from_front,
-            frames.Ask(5, "model_ready", "m"),
-            "95a361736b05ab6d6f64656c5f7265616479a16da0",
-        ),
-        (frames.decode_to_front, frames.AskReply(5, b"{}"), "95a3616e7305c4027b7da0a0"),
     ],
 )
-def test_version_1_reads_what_version_1_wrote(decode: Any, frame: Any, written: str) -> None:
-    assert frames.VERSION == 1, "a new version needs new bytes here"
+def test_version_2_reads_what_version_2_wrote(decode: Any, frame: Any, written: str) -> None:
+    assert frames.VERSION == 2, "a new version needs new bytes here"
     assert decode(bytes.fromhex(written)) == frame
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from doubles import RecordingSink
 from example_counts import at_most
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -17,7 +18,6 @@ from penstock.types import (
     DATATYPES,
     Request,
     Response,
-    Tensor,
     from_array,
     num_elements,
     split_bytes,
@@ -28,10 +28,12 @@ from penstock.wire.v2_pb import (
     CONTENTS,
     MAX_TYPED,
     decode_infer,
-    encode_answer,
     parse,
+    parse_infer,
     set_parameter,
+    split_raw,
 )
+from penstock.wire.v2_pb_templates import PbCodec
 
 INPUT = service_pb2.ModelInferRequest.InferInputTensor
 OUTPUT = service_pb2.ModelInferRequest.InferRequestedOutputTensor
@@ -55,6 +57,10 @@ def decode(wire: Any) -> Request:
     """By way of bytes, as it really comes."""
     copy = parse(service_pb2.ModelInferRequest, wire.SerializeToString())
     return decode_infer(copy, RecordingSink(), 1.0)
+
+
+def encoded(request: Request, response: Response) -> Any:
+    return service_pb2.ModelInferResponse.FromString(b"".join(PbCodec().encode(request, response)))
 
 
 def refusal(wire: Any, kind: type[PenstockError] = InvalidRequest) -> str:
@@ -82,8 +88,7 @@ def test_raw_tensors_come_and_go_bit_by_bit(data: st.DataObject, datatype: str) 
     assert (received.name, received.datatype, received.shape) == ("x", datatype, array.shape)
     assert bytes(received.data) == bytes(sent.data)
 
-    answer = encode_answer(request, Response("m", "1", [received]))
-    answer = service_pb2.ModelInferResponse.FromString(answer.SerializeToString())
+    answer = encoded(request, Response("m", "1", [received]))
     assert (answer.id, answer.model_name, answer.model_version) == ("é", "m", "1")
     (output,) = answer.outputs
     assert (output.name, output.datatype, tuple(output.shape)) == ("x", datatype, array.shape)
@@ -127,7 +132,7 @@ def test_parameters_of_every_kind_come_and_go(parameters: dict[str, Any]) -> Non
         set_parameter(wire.parameters[name], value)
     request = decode(wire)
     assert (request.parameters or {}) == parameters
-    answer = encode_answer(request, Response("m", "1", [], request.parameters))
+    answer = encoded(request, Response("m", "1", [], request.parameters))
     kinds = {name: each.WhichOneof("parameter_choice") for name, each in answer.parameters.items()}
     assert {n: getattr(answer.parameters[n], kind) for n, kind in kinds.items()} == parameters
 
@@ -465,10 +470,39 @@ def facts(request: Request) -> tuple[Any, ...]:
     )
 
 
-def test_an_answer_copies_what_it_is_given() -> None:
-    memory = bytearray(RAW)
-    view = memoryview(memory)
-    request = decode(message(tensor(), raw=(RAW,)))
-    answer = encode_answer(request, Response("m", "1", [Tensor("y", "FP32", (2,), view)]))
-    memory[:] = bytes(8)
-    assert list(answer.raw_output_contents) == [RAW]
+def test_long_messages_are_split_without_copies() -> None:
+    data = bytes(range(256)) * 100
+    for fields in ({}, {"id": "seven"}):
+        wire = message(tensor("x", "UINT8", [len(data)]), raw=(data,), **fields)
+        parsed, (raw,) = parse_infer(wire.SerializeToString())
+        assert isinstance(raw, memoryview) and raw == data
+        assert not parsed.raw_input_contents
+        (received,) = decode_infer(parsed, RecordingSink(), 0.0, [raw]).inputs
+        assert bytes(received.data) == data
+
+
+@given(st.lists(st.binary(max_size=30), max_size=4), st.text(max_size=5), st.booleans())
+def test_a_split_message_is_the_whole_one(contents: list[bytes], id: str, is_first: bool) -> None:
+    tensors = service_pb2.ModelInferRequest(raw_input_contents=contents).SerializeToString()
+    wire = message(tensor(), id=id)
+    rest = wire.SerializeToString()
+    split = split_raw(memoryview(tensors + rest if is_first else rest + tensors))
+    assert split is not None
+    assert split[0] == rest
+    assert [bytes(each) for each in split[1]] == contents
+
+
+@given(st.binary(max_size=60))
+def test_what_is_split_parses_as_the_whole(data: bytes) -> None:
+    split = split_raw(memoryview(data))
+    try:
+        whole = service_pb2.ModelInferRequest.FromString(data)
+    except DecodeError:
+        if split is not None:
+            with pytest.raises(DecodeError):
+                service_pb2.ModelInferRequest.FromString(split[0])
+        return
+    if split is not None:
+        parts = service_pb2.ModelInferRequest.FromString(split[0])
+        parts.raw_input_contents.extend(bytes(each) for each in split[1])
+        assert parts == whole
