@@ -135,19 +135,16 @@ class BatchExecutor:
         return frames.Done(frame.batch, *times, outputs, errors, invalid)
 
     def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:
-        names = self._names
-        parts: list[list[Array]] = []
+        pieces: list[dict[str, Array]] = []
         num_rows = 0
         for run in frame.runs:
             columns = self.memory.columns(run.slab, frame)
             rows = slice(run.row, run.row + run.count)
-            parts.append([column[rows] for column in columns[: len(names)]])
+            # Columns of outputs come after those of inputs.
+            inputs = zip(self._names, columns, strict=False)
+            pieces.append({name: column[rows] for name, column in inputs})
             num_rows += run.count
-        if len(parts) == 1:
-            inputs = dict(zip(names, parts[0], strict=True))
-        else:
-            inputs = {name: np.concatenate([p[i] for p in parts]) for i, name in enumerate(names)}
-        return Batch(inputs, num_rows, frame.requests)
+        return Batch.of(pieces, num_rows, frame.requests)
 
     def _store(
         self,

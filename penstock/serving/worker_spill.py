@@ -9,8 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Sequence
 
-import numpy as np
-
 from penstock.backends import Batch
 from penstock.errors import BackendFailed
 from penstock.serving.padding import Crop, cropped
@@ -32,15 +30,10 @@ class WorkerSpill:
 
     def gather(self, frame: frames.Dispatch) -> Batch:
         """Return the batch of a frame whose requests have extents."""
-        stacked: dict[str, list[Array]] = {}
-        for part in frame.requests:
-            for extent in part.inputs:
-                stacked.setdefault(extent.name, []).append(self._read(extent))
-        inputs = {
-            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-            for name, arrays in stacked.items()
-        }
-        return Batch(inputs, sum(part.num_rows for part in frame.requests), frame.requests)
+        pieces = [
+            {extent.name: self._read(extent) for extent in part.inputs} for part in frame.requests
+        ]
+        return Batch.of(pieces, sum(part.num_rows for part in frame.requests), frame.requests)
 
     def _read(self, extent: frames.Extent) -> Array:
         data = self.input.view[extent.offset : extent.offset + extent.nbytes]
