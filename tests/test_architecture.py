@@ -115,6 +115,8 @@ PURE = [
     "system/environment.py",
     "serving/explain.py",
     "serving/batches.py",
+    "serving/claims.py",
+    "serving/shares.py",
     "serving/lanes.py",
     "serving/padding.py",
     "serving/paces.py",
