@@ -72,6 +72,9 @@ class JoinedRows(Mapping[str, Array]):
             self._joined[name] = joined
         return self._joined[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces[0]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces[0])
 

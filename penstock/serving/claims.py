@@ -224,6 +224,14 @@ class Claims:
         is_free = len(self._running) < self.num_slots
         return is_free and self._round is None and not self._offers and not self._claimable()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing runs, is offered, queued or claimed."""
+        states = self._shards.values()
+        return not (self._running or self._offers or self._round) and all(
+            state.queued is None and state.claimed is None for state in states
+        )
+
     def attach(self, shard: int) -> None:
         self._shards[shard] = ShardQueue()
 

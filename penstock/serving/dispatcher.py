@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
+from functools import partial
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.batches import HangLimits, RunningBatch
@@ -20,6 +22,7 @@ from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.supervisor import Supervisor
+from penstock.serving.worker_link import WorkerLink
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -56,7 +59,7 @@ class Dispatcher:
         self.hang_limits = HangLimits(context.config.hang_s)
         self._most_slots = max(each.num_slots for each in self._instances)
         self._batch_ids = itertools.count(1)
-        self._num_slabs_mapped = 0
+        self._num_slabs = 0
         self._is_pump_due = False
         self._is_answering = False
         self._last_num_requests = 0
@@ -205,11 +208,18 @@ class Dispatcher:
         instance.batches.append(batch)
         self._saturation.note(not any(each.is_idle for each in self._instances), now)
         self._last_num_requests = len(batch.requests)
-        while self._num_slabs_mapped < len(self._memory.slabs):
-            self._supervisor.add_slab(self._memory.slabs[self._num_slabs_mapped])
-            self._num_slabs_mapped += 1
-        instance.send(data)
+        if self._num_slabs < len(self._memory.slabs):
+            self._map_slabs()
+        assert instance.link is not None, "it is idle"
+        instance.link.send(data)
         return True
+
+    def _map_slabs(self) -> None:
+        """Map new slabs in all workers, before one of them needs it."""
+        for each in self._supervisor.all_instances:
+            if each.link is not None:
+                each.link.map_slabs(self._memory.slabs)
+        self._num_slabs = len(self._memory.slabs)
 
     def _halve(self, batch: RunningBatch) -> list[Request]:
         """Queue the second half of a batch whose frame is too long again; return the first."""
@@ -226,12 +236,20 @@ class Dispatcher:
         for request in batch.requests:
             self._replies.fail(request, error, reason)
 
-    def receive(self, instance: Instance, data: memoryview) -> bool:
+    def attach(self, instance: Instance, sock: socket.socket) -> None:
+        """Give a new worker the socket for its batches, and the memory that they are in."""
+        received = partial(self._receive, instance)
+        instance.link = WorkerLink(self._loop, sock, received, self._memory.input_spill)
+        instance.link.map_slabs(self._memory.slabs)
+
+    def _receive(self, instance: Instance, data: memoryview) -> bool:
         """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
         pending then; the next loop iteration reads what is."""
-        frame = frames.decode_from_worker(data)
-        if not isinstance(frame, frames.Done | frames.BatchFailed):
+        frame = frames.decode_worker_to_shard(data)
+        if isinstance(frame, frames.Leaving):
             self._supervisor.handle(instance, frame)
+            return False
+        if isinstance(frame, frames.Claim):
             return False
         self._answered(instance, frame)
         if instance.is_leaving:
@@ -253,7 +271,7 @@ class Dispatcher:
                 if isinstance(frame, frames.Done):
                     self._deliver(instance, batch, frame, now)
                 else:
-                    self._fail(batch, frame.error, now)
+                    self._fail(batch, frame, now)
         finally:
             self._is_answering = False
         self.pump_if_waiting()
@@ -263,30 +281,33 @@ class Dispatcher:
     def _deliver(
         self, instance: Instance, batch: RunningBatch, frame: frames.Done, now: float
     ) -> None:
-        self.hang_limits.note(batch.num_rows, now - batch.started)
+        # Of a merged batch, all of it took this long.
+        num_rows = frame.total_rows or batch.num_rows
+        self.hang_limits.note(num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
-        size = batch.num_tokens or batch.num_rows
+        size = frame.total_tokens or batch.num_tokens or num_rows
         self._queue.batcher.observe(geometry, size, batch.started, now)
         extents = frame.outputs
         if not extents:
             # Dispatch the next batch first: the worker computes while this loop encodes. Not while
             # the worker's spill still holds this answer.
             self.pump_if_waiting()
-        answered = self._replies.deliver(batch, frame, instance.output_spill, now)
+        assert instance.link is not None, "its answer came on it"
+        answered = self._replies.deliver(batch, frame, instance.link.output_spill, now)
         self._memory.release_batch(batch)
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
-            instance.send(frames.encode(frames.Release(offsets)))
-        self._replies.count(batch, answered, now)
+            instance.send_on_link(frames.Release(offsets))
+        self._replies.count(batch, answered, now, num_rows if frame.is_first else 0)
 
-    def _fail(self, batch: RunningBatch, text: str, now: float) -> None:
+    def _fail(self, batch: RunningBatch, frame: frames.BatchFailed, now: float) -> None:
         """Handle an exception of the model. To find the culprit, each request runs again alone."""
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the model failed")
-        if len(batch.requests) > 1:
+        if len(batch.requests) > 1 or frame.is_merged:
             self._rerun(batch)
         else:
-            self._abandon(batch, BackendFailed(text), "BACKEND")
+            self._abandon(batch, BackendFailed(frame.error), "BACKEND")
 
     def _rerun(self, batch: RunningBatch) -> None:
         """Queue each request of the batch to run again alone."""
@@ -301,6 +322,9 @@ class Dispatcher:
     def died(self, instance: Instance, reason: str) -> bool:
         """Rerun each request of the instance's batches alone; one whose worker died before and that
         ran alone now fails. Return whether a request is to blame, rather than the model."""
+        if instance.link is not None:
+            # Answers that it sent before.
+            instance.link.read(reads_all=True)
         batches, instance.batches = instance.batches, []
         now = self._clock()
         self._saturation.note(not any(each.is_idle for each in self._instances), now)

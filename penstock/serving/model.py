@@ -69,7 +69,7 @@ class Model:
         guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
-        self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
+        self.supervisor = supervisor = Supervisor(config, start_life)
         dispatcher = Dispatcher(context, supervisor, queue, memory, replies, guard)
         self._dispatcher = dispatcher
         self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)
