@@ -22,6 +22,7 @@ from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.supervisor import Supervisor
+from penstock.serving.wants import Wants
 from penstock.serving.worker_link import WorkerLink
 from penstock.types import Request
 from penstock.wire import frames
@@ -53,6 +54,9 @@ class Dispatcher:
         self._memory = memory
         self._replies = replies
         self._guard = guard
+        # None: no other shard has these workers, so it is known here which slots are free.
+        sees_idle = context.sees_idle
+        self._wants = None if sees_idle is None else Wants(queue, sees_idle)
         self._saturation = context.saturation
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
@@ -115,6 +119,9 @@ class Dispatcher:
         if self._queue.suspects:
             self._try_suspects(now)
         has_idle = self._fill_instances(now)
+        if self._wants is not None:
+            has_idle = self._wants.send(self._instances, now) or has_idle
+            self._queue.batcher.publish(now)
         self._arm_timer(now, only_expiry=not has_idle)
         if self._idle_waiters:
             self.check_idle()
@@ -140,6 +147,8 @@ class Dispatcher:
     def _takes_batch(self, instance: Instance) -> bool:
         """Whether the instance may take another batch. A rerun is alone, to attribute a crash."""
         if not instance.is_idle:
+            return False
+        if self._wants is not None and not self._wants.may_offer(instance):
             return False
         others = instance.batches
         if not others:
@@ -173,9 +182,11 @@ class Dispatcher:
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
-    def _dispatch(self, instance: Instance, requests: list[Request], now: float) -> bool:
-        """Send a batch to an instance. False if shared memory is full: the batch is queued again
-        until one in flight is answered."""
+    def _dispatch(
+        self, instance: Instance, requests: list[Request], now: float, round: int = 0
+    ) -> bool:
+        """Send a batch to an instance, which may have claimed it in this round. False if shared
+        memory is full: the batch is queued again until one in flight is answered."""
         batch = RunningBatch(next(self._batch_ids), requests, now)
         try:
             num_placed = self._memory.place_batch(batch)
@@ -186,14 +197,18 @@ class Dispatcher:
             if num_placed < len(requests):
                 self._queue.put_back(requests[num_placed:])
                 batch.requests = requests[:num_placed]
-            data = frames.encode(self._memory.frame(batch))
+            frame = self._memory.frame(batch)
+            if self._wants is not None:
+                geometry = batch.requests[0].ticket.fit.plan.geometry
+                frame = self._wants.complete(frame, geometry.key, round, now)
+            data = frames.encode(frame)
         except Exception:  # A batch that cannot be encoded must not stop the others.
             log.exception("%s: a batch could not be dispatched", self._name)
             self._queue.batcher.ended(now)
             self._abandon(batch, BackendFailed("internal error; this is a bug"))
             return True
         if len(data) > MAX_DISPATCH_BYTES and len(batch.requests) > 1:
-            return self._dispatch(instance, self._halve(batch), now)
+            return self._dispatch(instance, self._halve(batch), now, round)
         if len(data) > frames.MAX_FRAME_BYTES // 4:
             self._queue.batcher.ended(now)
             self._abandon(batch, TooLarge("the request's id and parameters are too large"))
@@ -203,7 +218,6 @@ class Dispatcher:
             timings = request.timings
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
-            batch.num_tokens += request.num_tokens
         batch.instance, batch.closed_by = instance.index, self._queue.batcher.closed_by
         instance.batches.append(batch)
         self._saturation.note(not any(each.is_idle for each in self._instances), now)
@@ -211,6 +225,7 @@ class Dispatcher:
         if self._num_slabs < len(self._memory.slabs):
             self._map_slabs()
         assert instance.link is not None, "it is idle"
+        instance.is_wanting = frame.more is not None
         instance.link.send(data)
         return True
 
@@ -241,6 +256,7 @@ class Dispatcher:
         received = partial(self._receive, instance)
         instance.link = WorkerLink(self._loop, sock, received, self._memory.input_spill)
         instance.link.map_slabs(self._memory.slabs)
+        instance.is_wanting = False
 
     def _receive(self, instance: Instance, data: memoryview) -> bool:
         """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
@@ -250,11 +266,28 @@ class Dispatcher:
             self._supervisor.handle(instance, frame)
             return False
         if isinstance(frame, frames.Claim):
+            self._claimed(instance, frame)
             return False
         self._answered(instance, frame)
         if instance.is_leaving:
             self._supervisor.let_go(instance)
         return True
+
+    def _claimed(self, instance: Instance, claim: frames.Claim) -> None:
+        """Answer a worker that has a free slot, with a batch or with Pass."""
+        assert self._wants is not None, "only a worker of several shards claims"
+        now = self._clock()
+        self._queue.expire(now)
+        num_before = len(instance.batches)
+        requests = self._wants.take(claim, instance, now)
+        if requests is not None:
+            self._dispatch(instance, requests, now, claim.round)
+        if len(instance.batches) == num_before:
+            self._wants.pass_on(claim, instance, now)
+        self._arm_timer(now, only_expiry=False)
+        self._queue.batcher.publish(now)
+        # Requests that would be late were dropped instead of given.
+        self._queue.expire(now)
 
     def _answered(self, instance: Instance, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched

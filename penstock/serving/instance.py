@@ -26,6 +26,8 @@ class Instance:
     child: ChildProcess | None = None
     # The socket for batches, as long as there is a process.
     link: WorkerLink | None = None
+    # A worker of several shards knows that this one has something to claim.
+    is_wanting: bool = False
     is_ready: bool = False
     # Its current worker is being killed because it hung.
     is_hung: bool = False

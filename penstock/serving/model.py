@@ -49,6 +49,7 @@ class Model:
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
         metrics: ModelMetrics | None = None,
+        sees_idle: Callable[[int], bool] | None = None,
     ) -> None:
         quotas, policy = quotas or Quotas(), config.batching
         context = ModelContext(
@@ -59,6 +60,7 @@ class Model:
             quotas=quotas,
             shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
             saturation=Saturation(clock()),
+            sees_idle=sees_idle,
         )
         self.config = config
         self.metrics = context.metrics
