@@ -143,11 +143,17 @@ class FakeShard:
 class WorkerAlone:
     """A worker with a loaded model and shards that come and go."""
 
-    def __init__(self, config: ModelConfig, *, in_thread: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        in_thread: bool = False,
+        die: Callable[[], None] | None = None,
+    ) -> None:
         self._config = config
         self.core, theirs = socket_pair()
         self._theirs = theirs
-        self.worker = Worker(Channel(theirs))
+        self.worker = Worker(Channel(theirs), die=die)
         self._thread: threading.Thread | None = None
         self.core.send(frames.encode(frames.LoadModel(frames.VERSION, config)))
         self._num_shards = 0
