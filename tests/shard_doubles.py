@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from doubles import PuppetLife
 
 from penstock.config import ModelConfig
 from penstock.processes.channel import Channel, socket_pair
+from penstock.processes.child import Life
 from penstock.serving.plan import column_bytes
 from penstock.serving.slab import Layout, Segment
 from penstock.serving.worker import Worker
@@ -200,7 +200,7 @@ class LentLife:
         self,
         loop: asyncio.AbstractEventLoop,
         on_death: Callable[[str], None],
-        lender: PuppetLife,
+        lender: Life,
         ready: frames.WorkerReady,
     ) -> None:
         self.sock, self._theirs = socket_pair()
