@@ -254,9 +254,9 @@ class TestCaps:
             if isinstance(each, ClaimRows)
         )
 
-    def test_a_batch_is_not_shrunk_below_half(self) -> None:
+    def test_a_batch_is_not_shrunk_by_more_than_a_quarter(self) -> None:
         claims = make_claims(SLO)
-        claims.wanted(0, want(20, due=0.0033))
+        claims.wanted(0, want(20, due=0.0048))
         claims.wanted(1, want(20, due=0.020))
         decisions = claims.decide(0.0)
         assert sum(shares(decisions).values()) == 64
