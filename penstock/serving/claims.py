@@ -97,12 +97,13 @@ class StartBatch:
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """Limits of one batch; `ends_at` and `drops_late` as in `BatchShare`."""
+    """Limits of one batch; `ends_at`, `drops_late` and `is_due` as in `BatchShare`."""
 
     max_rows: int
     max_tokens: float = math.inf
     ends_at: float = -math.inf
     drops_late: bool = False
+    is_due: bool = True
 
 
 class BatchCap:
@@ -111,6 +112,7 @@ class BatchCap:
     def __init__(self, policy: BatchPolicy, num_executors: int) -> None:
         self._policy = policy
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
+        self._max_preferred = max(policy.preferred_batch_sizes, default=self._max_rows)
         self._has_budget = policy.max_tokens is not None
         has_slo = policy.slo_latency_s is not None
         self._paces = Paces(policy, num_executors) if has_slo else None
@@ -150,11 +152,15 @@ class BatchCap:
         head = queues[0]
         max_tokens = self._policy.max_tokens or math.inf
         preferred = [size for size in self._policy.preferred_batch_sizes if size <= total]
+        if self._has_budget:
+            preferred = []
         delay_s = self._policy.max_queue_delay_s
         is_late = delay_s > 0 and now >= head.due + delay_s
-        if preferred and not is_late and not self._has_budget:
+        if preferred and not is_late:
             return Cap(min(self._max_rows, max(preferred)))
-        return Cap(self._max_rows, max_tokens)
+        enough = self._policy.max_tokens or self._max_preferred
+        is_due = delay_s == 0 or is_late or bool(preferred) or total >= enough
+        return Cap(self._max_rows, max_tokens, is_due=is_due)
 
     def _within_slo(self, paces: Paces, queues: Sequence[Queued], total: int, now: float) -> Cap:
         """As `SloBatcher` does for one queue: the target size under backlog, otherwise as much as
@@ -189,7 +195,7 @@ class ShardQueue:
     queued: Queued | None = None
     # The round of its unanswered claim.
     claimed: int | None = None
-    # It has passed since the last batch started, whatever the page shows.
+    # It has just passed, whatever the page shows.
     has_passed: bool = False
     # Rounds without a claim from it, since its Want.
     num_skipped: int = 0
@@ -246,6 +252,7 @@ class Claims:
     def wanted(self, shard: int, queued: Queued) -> None:
         if shard in self._shards:
             self._shards[shard].queued = queued
+            self._trust_page()
 
     def offered(self, offer: Offer) -> None:
         if offer.shard in self._shards:
@@ -288,6 +295,10 @@ class Claims:
         state.queued, state.num_skipped = queued, 0
         if round and state.claimed == round:
             state.claimed = None
+
+    def _trust_page(self) -> None:
+        for state in self._shards.values():
+            state.has_passed = False
 
     def _has_slot(self) -> bool:
         """Whether another batch may start: a slot is free, and nothing that runs or is next has to
@@ -340,7 +351,9 @@ class Claims:
             if grant <= 0 or max_tokens <= 0:
                 continue
             others = num_held + sum(expected.values()) - expected[shard]
-            share = BatchShare(grant, others, cap.ends_at, cap.drops_late, geometry, max_tokens)
+            share = BatchShare(
+                grant, others, cap.ends_at, cap.drops_late, cap.is_due, geometry, max_tokens
+            )
             claims.append(ClaimRows(shard, self._num_rounds + 1, share))
         if claims:
             self._num_rounds += 1
@@ -408,8 +421,7 @@ class Claims:
         max_tokens = self.policy.max_tokens or math.inf
         merged = self._mergeable(self.policy.max_batch_size, max_tokens)
         self._offers = [offer for offer in self._offers if offer not in merged]
-        for state in self._shards.values():
-            state.has_passed = False
+        self._trust_page()
         size = sum(each.num_tokens for each in merged) or sum(each.num_rows for each in merged)
         ends_at = now + self._cap.mean_s(merged[0].geometry, size)
         batch = StartBatch(tuple(merged), began, ends_at)

@@ -39,8 +39,9 @@ class ShardLoad:
 
 
 class Elsewhere(Protocol):
-    def look(self, now: float) -> OtherShards:
-        """Return the present figures; valid until the next call."""
+    def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
+        """Return the present figures, or those of a moment ago unless `is_fresh`; valid until the
+        next call."""
 
     def publish(self, load: ShardLoad, now: float) -> None:
         """Show the other shards and the workers what is queued here."""
@@ -52,7 +53,7 @@ class NothingElsewhere:
     def __init__(self) -> None:
         self._nothing = OtherShards()
 
-    def look(self, now: float) -> OtherShards:
+    def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
         return self._nothing
 
     def publish(self, load: ShardLoad, now: float) -> None:

@@ -261,9 +261,9 @@ class PageElsewhere:
         self._slots = page.cells[layout.slot_at(model, 0) : layout.slot_at(model, num_slots)]
         self._stride = layout.shard_cells
 
-    def look(self, now: float) -> OtherShards:
+    def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
         others = self._others
-        if 0 <= now - self._looked_at < MAX_AGE_S:
+        if not is_fresh and 0 <= now - self._looked_at < MAX_AGE_S:
             return others
         self._looked_at = now
         others.num_requests = self._sums(REQUESTS, MAX_COUNT)

@@ -232,6 +232,18 @@ class TestCaps:
         late.wanted(1, want(3, due=0.0))
         assert sum(shares(late.decide(0.010)).values()) == 8
 
+    def test_a_want_for_requests_that_ran_elsewhere_leaves_the_decision_to_its_shard(self) -> None:
+        policy = replace(FIXED, preferred_batch_sizes=(4,), max_queue_delay_s=0.01)
+        claims = make_claims(policy, read=lambda shard, now: Queued((int(shard == 0),), due=0.0))
+        claims.wanted(0, want(4, due=0.0))
+        (claim,) = claims.decide(0.005)
+        assert isinstance(claim, ClaimRows) and not claim.share.is_due
+        claims.passed(0, 1)
+        assert claims.decide(0.005) == [] and claims.is_idle
+        claims.wanted(0, want(1, due=0.0))
+        (claim,) = claims.decide(0.010)
+        assert isinstance(claim, ClaimRows) and claim.share.is_due
+
     def test_backlog_is_claimed_in_batches_of_the_target_size(self) -> None:
         claims = make_claims(SLO)
         for shard in range(3):
