@@ -12,6 +12,7 @@ How to use it, in the worker:
                 or has failed. Report everything that lies in the sockets, then decide.
     decisions   `decide(now)` returns what to do now: `ClaimRows` is to be sent to its shard,
                 `StartBatch` is to be run. Call it after events, and at `wake_at`.
+                The policy is the batcher's: not dynamic if the model must not be batched.
     page        Publish each slot as idle only while `is_idle`: shards then send offers unasked.
                 Between a batch and the claims that follow it, `is_idle` is False.
 
@@ -352,7 +353,7 @@ class Claims:
                 continue
             others = num_held + sum(expected.values()) - expected[shard]
             share = BatchShare(
-                grant, others, cap.ends_at, cap.drops_late, cap.is_due, geometry, max_tokens
+                grant, others, cap.ends_at, cap.drops_late, geometry, max_tokens, cap.is_due
             )
             claims.append(ClaimRows(shard, self._num_rounds + 1, share))
         if claims:

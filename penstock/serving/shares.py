@@ -53,13 +53,13 @@ class BatchShare:
     # Drop all requests that would be late then, even those that an idle model could not answer in
     # time. The worker does not shrink the batch for them.
     drops_late: bool = False
-    # Without an SLO: the batch need not wait for a preferred size or longer. False: it is due only
-    # if this shard finds so, counting `others_rows`; its Want was for requests that ran elsewhere.
-    is_due: bool = True
     # Only requests of this geometry; None: any.
     geometry: Hashable = None
     # Only with a token budget.
     max_tokens: float = math.inf
+    # Without an SLO: the batch need not wait for a preferred size or longer. False: it is due only
+    # if this shard finds so, counting `others_rows`; its Want was for requests that ran elsewhere.
+    is_due: bool = True
 
 
 def split(amounts: Sequence[Sequence[int]], heads: Sequence[int], cap: int) -> list[int]:
