@@ -324,46 +324,52 @@ class Claims:
         if held and (held[0].is_alone or not self._merges):
             return []
         queues = self._queues(now, has_offers=bool(held))
-        if not queues:
+        ranked = sorted(queues.items(), key=lambda item: item[1].rank)
+        if not ranked:
             return []
         if not self._merges:
-            queues = dict([min(queues.items(), key=lambda item: item[1].rank)])
-        ranked = sorted(queues, key=lambda shard: queues[shard].rank)
-        head = queues[ranked[0]]
-        geometry = held[0].geometry if held else head.geometry
+            del ranked[1:]
+        size_held = sum(offer.num_tokens or offer.num_rows for offer in held)
+        cap = self._cap.next([queued for _, queued in ranked], size_held, now)
+        shares = self._shares(ranked, held, cap)
+        if not shares:
+            return []
+        self._num_rounds += 1
+        self._round = Round(self._num_rounds, now, cap)
+        for shard, state in self._shards.items():
+            state.num_skipped += state.queued is not None
+            if shard in shares:
+                state.claimed = self._num_rounds
+        return [ClaimRows(shard, self._num_rounds, share) for shard, share in shares.items()]
+
+    def _shares(
+        self, ranked: Sequence[tuple[int, Queued]], held: Sequence[Offer], cap: Cap
+    ) -> dict[int, BatchShare]:
+        """Divide what the cap leaves beside the offers that are here; the oldest queue is first."""
+        queues = [queued for _, queued in ranked]
+        head = queues[0]
+        known = [queued.geometry for queued in queues if queued.geometry is not None]
+        geometry = held[0].geometry if held else known[0] if known else None
         num_held = sum(offer.num_rows for offer in held)
-        tokens_held = sum(offer.num_tokens for offer in held)
-        cap = self._cap.next([queues[shard] for shard in ranked], tokens_held or num_held, now)
         max_rows = max(0, cap.max_rows - num_held) if self._merges else head.head_rows
-        rows = split(
-            [queues[s].rows for s in ranked], [queues[s].head_rows for s in ranked], max_rows
-        )
-        tokens: list[float] = [math.inf] * len(ranked)
+        rows = split([each.rows for each in queues], [each.head_rows for each in queues], max_rows)
+        tokens: Sequence[float] = [math.inf] * len(queues)
         if cap.max_tokens != math.inf:
-            amounts = [queues[s].tokens for s in ranked]
-            heads = [queues[s].head_tokens for s in ranked]
-            tokens = [*split(amounts, heads, max(0, int(cap.max_tokens) - tokens_held))]
-        expected = {
-            shard: min(grant, queues[shard].num_rows)
-            for shard, grant in zip(ranked, rows, strict=True)
+            max_tokens = int(cap.max_tokens) - sum(offer.num_tokens for offer in held)
+            heads = [each.head_tokens for each in queues]
+            tokens = split([each.tokens for each in queues], heads, max(0, max_tokens))
+        expected = [min(grant, queued.num_rows) for grant, queued in zip(rows, queues, strict=True)]
+        total = num_held + sum(expected)
+        common = BatchShare(0, 0, cap.ends_at, cap.drops_late, geometry, is_due=cap.is_due)
+        shares = {
+            shard: replace(common, max_rows=grant, others_rows=total - own, max_tokens=limit)
+            for (shard, _), grant, own, limit in zip(ranked, rows, expected, tokens, strict=True)
+            if grant > 0 and limit > 0
         }
-        claims: list[ClaimRows] = []
-        for shard, grant, max_tokens in zip(ranked, rows, tokens, strict=True):
-            if grant <= 0 or max_tokens <= 0:
-                continue
-            others = num_held + sum(expected.values()) - expected[shard]
-            share = BatchShare(
-                grant, others, cap.ends_at, cap.drops_late, geometry, max_tokens, cap.is_due
-            )
-            claims.append(ClaimRows(shard, self._num_rounds + 1, share))
-        if claims:
-            self._num_rounds += 1
-            self._round = Round(self._num_rounds, now, cap)
-            for state in self._shards.values():
-                state.num_skipped += state.queued is not None
-            for claim in claims:
-                self._shards[claim.shard].claimed = self._num_rounds
-        return claims
+        if not shares and not held:
+            # The page contradicts itself.
+            shares[ranked[0][0]] = replace(common, max_rows=max(head.head_rows, max_rows))
+        return shares
 
     def _queues(self, now: float, *, has_offers: bool) -> dict[int, Queued]:
         """Return the shards to claim from, if one has an open Want: all with rows by the page, even
