@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from penstock.config import BatchPolicy
 from penstock.serving.batch_times import BatchTimes
@@ -50,8 +52,7 @@ MAX_SKIPPED = 100
 MIN_SHRINK = 0.75
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Offer:
+class Offer(msgspec.Struct, frozen=True, eq=False):
     """A part of a batch: a Dispatch that has arrived and not run. `frame` is the caller's."""
 
     shard: int
@@ -68,8 +69,7 @@ class Offer:
     frame: object = None
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimRows:
+class ClaimRows(msgspec.Struct, frozen=True):
     """Ask this shard for its part. It answers with an offer of this round or passes."""
 
     shard: int
@@ -77,8 +77,7 @@ class ClaimRows:
     share: BatchShare
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StartBatch:
+class StartBatch(msgspec.Struct, frozen=True, eq=False):
     """Run these parts as one batch; the first one's shard counts the execution."""
 
     offers: tuple[Offer, ...]
@@ -96,8 +95,7 @@ class StartBatch:
         return sum(offer.num_tokens for offer in self.offers)
 
 
-@dataclass(frozen=True, slots=True)
-class Cap:
+class Cap(msgspec.Struct, frozen=True):
     """Limits of one batch; `ends_at`, `drops_late` and `is_due` as in `BatchShare`."""
 
     max_rows: int
@@ -360,15 +358,15 @@ class Claims:
             tokens = split([each.tokens for each in queues], heads, max(0, max_tokens))
         expected = [min(grant, queued.num_rows) for grant, queued in zip(rows, queues, strict=True)]
         total = num_held + sum(expected)
-        common = BatchShare(0, 0, cap.ends_at, cap.drops_late, geometry, is_due=cap.is_due)
+        ends_at, drops_late, is_due = cap.ends_at, cap.drops_late, cap.is_due
         shares = {
-            shard: replace(common, max_rows=grant, others_rows=total - own, max_tokens=limit)
+            shard: BatchShare(grant, total - own, ends_at, drops_late, geometry, limit, is_due)
             for (shard, _), grant, own, limit in zip(ranked, rows, expected, tokens, strict=True)
             if grant > 0 and limit > 0
         }
         if not shares and not held:
             # The page contradicts itself.
-            shares[ranked[0][0]] = replace(common, max_rows=max(head.head_rows, max_rows))
+            shares[ranked[0][0]] = BatchShare(max(head.head_rows, max_rows), geometry=geometry)
         return shares
 
     def _queues(self, now: float, *, has_offers: bool) -> dict[int, Queued]:
@@ -387,7 +385,7 @@ class Claims:
                 return {shard: last}
             if shown is not None and shown.num_rows and not (last is None and state.has_passed):
                 geometry = None if last is None else last.geometry
-                queues[shard] = replace(shown, geometry=geometry)
+                queues[shard] = msgspec.structs.replace(shown, geometry=geometry)
             elif last is not None:
                 (queues if shown is None else empty)[shard] = last
         return queues if queues or has_offers else empty

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from penstock.serving.shares import Queued
 
 
@@ -29,8 +31,7 @@ class OtherShards:
     ends: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLoad:
+class ShardLoad(msgspec.Struct, frozen=True):
     """What a shard publishes: its queue, and by level its number of requests and their work."""
 
     queued: Queued

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(msgspec.Struct, frozen=True, gc=False):
     """What a shard has queued, by priority level (0 is the highest). A hint: it may be old."""
 
     rows: tuple[int, ...]
@@ -41,8 +41,7 @@ class Queued:
         return next((i for i, rows in enumerate(self.rows) if rows), len(self.rows)), self.due
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShare:
+class BatchShare(msgspec.Struct, frozen=True, gc=False):
     """How much a shard may give to a batch that other shards fill as well."""
 
     max_rows: int
