@@ -491,6 +491,7 @@ def _claim(decision: ClaimRows) -> frames.Claim:
         share.drops_late,
         geometry,
         share.max_tokens,
+        share.is_due,
     )
 
 
