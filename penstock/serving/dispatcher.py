@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket
 from functools import partial
 
@@ -33,6 +34,8 @@ log = logging.getLogger("penstock.model")
 MAX_DISPATCH_BYTES = 128 * 1024
 # Suspects wait this long for a spare worker, since they may kill theirs.
 SUSPECT_PATIENCE_S = 30.0
+# What could not be given to a claim, for lack of memory for example, is wanted again after this.
+LOOK_AGAIN_S = 0.005
 
 
 class Dispatcher:
@@ -121,8 +124,9 @@ class Dispatcher:
         has_idle = self._fill_instances(now)
         if self._wants is not None:
             has_idle = self._wants.send(self._instances, now) or has_idle
-            self._queue.batcher.publish(now)
         self._arm_timer(now, only_expiry=not has_idle)
+        if self._wants is not None:
+            self._queue.batcher.publish(now)
         if self._idle_waiters:
             self.check_idle()
 
@@ -173,12 +177,14 @@ class Dispatcher:
         waited_s = self._clock() - self._queue.tried_suspect_at
         return self._supervisor.spares.can_replace_worker(waited_s < SUSPECT_PATIENCE_S)
 
-    def _arm_timer(self, now: float, only_expiry: bool) -> None:
+    def _arm_timer(self, now: float, only_expiry: bool, latest: float = math.inf) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         batcher = self._queue.batcher
         wake_at = batcher.next_expiry if only_expiry else batcher.wake_at
+        if latest < math.inf:
+            wake_at = latest if wake_at is None else min(wake_at, latest)
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
@@ -282,12 +288,15 @@ class Dispatcher:
         requests = self._wants.take(claim, instance, now)
         if requests is not None:
             self._dispatch(instance, requests, now, claim.round)
-        if len(instance.batches) == num_before:
-            self._wants.pass_on(claim, instance, now)
-        self._arm_timer(now, only_expiry=False)
+        latest = math.inf
+        if len(instance.batches) == num_before and self._wants.pass_on(claim, instance, now):
+            latest = now + LOOK_AGAIN_S
+        self._arm_timer(now, only_expiry=instance.is_leaving, latest=latest)
         self._queue.batcher.publish(now)
         # Requests that would be late were dropped instead of given.
         self._queue.expire(now)
+        if self._idle_waiters:
+            self.check_idle()
 
     def _answered(self, instance: Instance, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched
