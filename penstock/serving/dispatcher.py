@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
+import socket
+from functools import partial
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.batches import HangLimits, RunningBatch
@@ -20,6 +23,8 @@ from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.supervisor import Supervisor
+from penstock.serving.wants import Wants
+from penstock.serving.worker_link import WorkerLink
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -29,6 +34,8 @@ log = logging.getLogger("penstock.model")
 MAX_DISPATCH_BYTES = 128 * 1024
 # Suspects wait this long for a spare worker, since they may kill theirs.
 SUSPECT_PATIENCE_S = 30.0
+# What could not be given to a claim, for lack of memory for example, is wanted again after this.
+LOOK_AGAIN_S = 0.005
 
 
 class Dispatcher:
@@ -50,13 +57,16 @@ class Dispatcher:
         self._memory = memory
         self._replies = replies
         self._guard = guard
+        # None: no other shard has these workers, so it is known here which slots are free.
+        sees_idle = context.sees_idle
+        self._wants = None if sees_idle is None else Wants(queue, sees_idle)
         self._saturation = context.saturation
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
         self.hang_limits = HangLimits(context.config.hang_s)
         self._most_slots = max(each.num_slots for each in self._instances)
         self._batch_ids = itertools.count(1)
-        self._num_slabs_mapped = 0
+        self._num_slabs = 0
         self._is_pump_due = False
         self._is_answering = False
         self._last_num_requests = 0
@@ -112,7 +122,11 @@ class Dispatcher:
         if self._queue.suspects:
             self._try_suspects(now)
         has_idle = self._fill_instances(now)
+        if self._wants is not None:
+            has_idle = self._wants.send(self._instances, now) or has_idle
         self._arm_timer(now, only_expiry=not has_idle)
+        if self._wants is not None:
+            self._queue.batcher.publish(now)
         if self._idle_waiters:
             self.check_idle()
 
@@ -138,6 +152,8 @@ class Dispatcher:
         """Whether the instance may take another batch. A rerun is alone, to attribute a crash."""
         if not instance.is_idle:
             return False
+        if self._wants is not None and not self._wants.may_offer(instance):
+            return False
         others = instance.batches
         if not others:
             return True
@@ -161,18 +177,22 @@ class Dispatcher:
         waited_s = self._clock() - self._queue.tried_suspect_at
         return self._supervisor.spares.can_replace_worker(waited_s < SUSPECT_PATIENCE_S)
 
-    def _arm_timer(self, now: float, only_expiry: bool) -> None:
+    def _arm_timer(self, now: float, only_expiry: bool, latest: float = math.inf) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         batcher = self._queue.batcher
         wake_at = batcher.next_expiry if only_expiry else batcher.wake_at
+        if latest < math.inf:
+            wake_at = latest if wake_at is None else min(wake_at, latest)
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
-    def _dispatch(self, instance: Instance, requests: list[Request], now: float) -> bool:
-        """Send a batch to an instance. False if shared memory is full: the batch is queued again
-        until one in flight is answered."""
+    def _dispatch(
+        self, instance: Instance, requests: list[Request], now: float, round: int = 0
+    ) -> bool:
+        """Send a batch to an instance, which may have claimed it in this round. False if shared
+        memory is full: the batch is queued again until one in flight is answered."""
         batch = RunningBatch(next(self._batch_ids), requests, now)
         try:
             num_placed = self._memory.place_batch(batch)
@@ -183,14 +203,18 @@ class Dispatcher:
             if num_placed < len(requests):
                 self._queue.put_back(requests[num_placed:])
                 batch.requests = requests[:num_placed]
-            data = frames.encode(self._memory.frame(batch))
+            frame = self._memory.frame(batch)
+            if self._wants is not None:
+                geometry = batch.requests[0].ticket.fit.plan.geometry
+                frame = self._wants.complete(frame, geometry.key, round, now)
+            data = frames.encode(frame)
         except Exception:  # A batch that cannot be encoded must not stop the others.
             log.exception("%s: a batch could not be dispatched", self._name)
             self._queue.batcher.ended(now)
             self._abandon(batch, BackendFailed("internal error; this is a bug"))
             return True
         if len(data) > MAX_DISPATCH_BYTES and len(batch.requests) > 1:
-            return self._dispatch(instance, self._halve(batch), now)
+            return self._dispatch(instance, self._halve(batch), now, round)
         if len(data) > frames.MAX_FRAME_BYTES // 4:
             self._queue.batcher.ended(now)
             self._abandon(batch, TooLarge("the request's id and parameters are too large"))
@@ -200,16 +224,23 @@ class Dispatcher:
             timings = request.timings
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
-            batch.num_tokens += request.num_tokens
         batch.instance, batch.closed_by = instance.index, self._queue.batcher.closed_by
         instance.batches.append(batch)
         self._saturation.note(not any(each.is_idle for each in self._instances), now)
         self._last_num_requests = len(batch.requests)
-        while self._num_slabs_mapped < len(self._memory.slabs):
-            self._supervisor.add_slab(self._memory.slabs[self._num_slabs_mapped])
-            self._num_slabs_mapped += 1
-        instance.send(data)
+        if self._num_slabs < len(self._memory.slabs):
+            self._map_slabs()
+        assert instance.link is not None, "it is idle"
+        instance.is_wanting = frame.more is not None
+        instance.link.send(data)
         return True
+
+    def _map_slabs(self) -> None:
+        """Map new slabs in all workers, before one of them needs it."""
+        for each in self._supervisor.all_instances:
+            if each.link is not None:
+                each.link.map_slabs(self._memory.slabs)
+        self._num_slabs = len(self._memory.slabs)
 
     def _halve(self, batch: RunningBatch) -> list[Request]:
         """Queue the second half of a batch whose frame is too long again; return the first."""
@@ -226,17 +257,46 @@ class Dispatcher:
         for request in batch.requests:
             self._replies.fail(request, error, reason)
 
-    def receive(self, instance: Instance, data: memoryview) -> bool:
+    def attach(self, instance: Instance, sock: socket.socket) -> None:
+        """Give a new worker the socket for its batches, and the memory that they are in."""
+        received = partial(self._receive, instance)
+        instance.link = WorkerLink(self._loop, sock, received, self._memory.input_spill)
+        instance.link.map_slabs(self._memory.slabs)
+        instance.is_wanting = False
+
+    def _receive(self, instance: Instance, data: memoryview) -> bool:
         """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
         pending then; the next loop iteration reads what is."""
-        frame = frames.decode_from_worker(data)
-        if not isinstance(frame, frames.Done | frames.BatchFailed):
+        frame = frames.decode_worker_to_shard(data)
+        if isinstance(frame, frames.Leaving):
             self._supervisor.handle(instance, frame)
+            return False
+        if isinstance(frame, frames.Claim):
+            self._claimed(instance, frame)
             return False
         self._answered(instance, frame)
         if instance.is_leaving:
             self._supervisor.let_go(instance)
         return True
+
+    def _claimed(self, instance: Instance, claim: frames.Claim) -> None:
+        """Answer a worker that has a free slot, with a batch or with Pass."""
+        assert self._wants is not None, "only a worker of several shards claims"
+        now = self._clock()
+        self._queue.expire(now)
+        num_before = len(instance.batches)
+        requests = self._wants.take(claim, instance, now)
+        if requests is not None:
+            self._dispatch(instance, requests, now, claim.round)
+        latest = math.inf
+        if len(instance.batches) == num_before and self._wants.pass_on(claim, instance, now):
+            latest = now + LOOK_AGAIN_S
+        self._arm_timer(now, only_expiry=instance.is_leaving, latest=latest)
+        self._queue.batcher.publish(now)
+        # Requests that would be late were dropped instead of given.
+        self._queue.expire(now)
+        if self._idle_waiters:
+            self.check_idle()
 
     def _answered(self, instance: Instance, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched
@@ -253,7 +313,7 @@ class Dispatcher:
                 if isinstance(frame, frames.Done):
                     self._deliver(instance, batch, frame, now)
                 else:
-                    self._fail(batch, frame.error, now)
+                    self._fail(batch, frame, now)
         finally:
             self._is_answering = False
         self.pump_if_waiting()
@@ -263,30 +323,33 @@ class Dispatcher:
     def _deliver(
         self, instance: Instance, batch: RunningBatch, frame: frames.Done, now: float
     ) -> None:
-        self.hang_limits.note(batch.num_rows, now - batch.started)
+        # Of a merged batch, all of it took this long.
+        num_rows = frame.total_rows or batch.num_rows
+        self.hang_limits.note(num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
-        size = batch.num_tokens or batch.num_rows
+        size = frame.total_tokens or batch.num_tokens or num_rows
         self._queue.batcher.observe(geometry, size, batch.started, now)
         extents = frame.outputs
         if not extents:
             # Dispatch the next batch first: the worker computes while this loop encodes. Not while
             # the worker's spill still holds this answer.
             self.pump_if_waiting()
-        answered = self._replies.deliver(batch, frame, instance.output_spill, now)
+        assert instance.link is not None, "its answer came on it"
+        answered = self._replies.deliver(batch, frame, instance.link.output_spill, now)
         self._memory.release_batch(batch)
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
-            instance.send(frames.encode(frames.Release(offsets)))
-        self._replies.count(batch, answered, now)
+            instance.send_on_link(frames.Release(offsets))
+        self._replies.count(batch, answered, now, num_rows if frame.is_first else 0)
 
-    def _fail(self, batch: RunningBatch, text: str, now: float) -> None:
+    def _fail(self, batch: RunningBatch, frame: frames.BatchFailed, now: float) -> None:
         """Handle an exception of the model. To find the culprit, each request runs again alone."""
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the model failed")
-        if len(batch.requests) > 1:
+        if len(batch.requests) > 1 or frame.is_merged:
             self._rerun(batch)
         else:
-            self._abandon(batch, BackendFailed(text), "BACKEND")
+            self._abandon(batch, BackendFailed(frame.error), "BACKEND")
 
     def _rerun(self, batch: RunningBatch) -> None:
         """Queue each request of the batch to run again alone."""
@@ -301,6 +364,9 @@ class Dispatcher:
     def died(self, instance: Instance, reason: str) -> bool:
         """Rerun each request of the instance's batches alone; one whose worker died before and that
         ran alone now fails. Return whether a request is to blame, rather than the model."""
+        if instance.link is not None:
+            # Answers that it sent before.
+            instance.link.read(reads_all=True)
         batches, instance.batches = instance.batches, []
         now = self._clock()
         self._saturation.note(not any(each.is_idle for each in self._instances), now)

@@ -9,7 +9,7 @@ from penstock.processes.child import ChildProcess
 from penstock.processes.restarts import CrashLoop
 from penstock.serving.batches import RunningBatch
 from penstock.serving.served import ModelProcess
-from penstock.serving.slab import Segment
+from penstock.serving.worker_link import WorkerLink
 from penstock.wire import frames
 
 
@@ -24,7 +24,10 @@ class Instance:
     num_slots: int = 1
     # None while no process runs.
     child: ChildProcess | None = None
-    output_spill: Segment | None = None
+    # The socket for batches, as long as there is a process.
+    link: WorkerLink | None = None
+    # A worker of several shards knows that this one has something to claim.
+    is_wanting: bool = False
     is_ready: bool = False
     # Its current worker is being killed because it hung.
     is_hung: bool = False
@@ -47,9 +50,19 @@ class Instance:
     load_error: str = ""
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send now, or when the socket has room. Frames to a dead worker are dropped."""
+        """Send a frame of the core. Frames to a dead worker are dropped."""
         if self.child is not None:
             self.child.send(data, fds)
+
+    def send_on_link(self, frame: frames.ShardToWorker) -> None:
+        """Send a frame of the shard. Frames to a dead worker are dropped."""
+        if self.link is not None:
+            self.link.send(frames.encode(frame))
+
+    def close_link(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
 
     @property
     def pid(self) -> int:

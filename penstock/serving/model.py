@@ -50,6 +50,7 @@ class Model:
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
         metrics: ModelMetrics | None = None,
+        sees_idle: Callable[[int], bool] | None = None,
     ) -> None:
         quotas, policy = quotas or Quotas(), config.batching
         context = ModelContext(
@@ -60,6 +61,7 @@ class Model:
             quotas=quotas,
             shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
             saturation=Saturation(clock()),
+            sees_idle=sees_idle,
         )
         self.config = config
         self.metrics = context.metrics
@@ -70,7 +72,7 @@ class Model:
         guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
-        self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
+        self.supervisor = supervisor = Supervisor(config, start_life)
         dispatcher = Dispatcher(context, supervisor, queue, memory, replies, guard)
         self._dispatcher = dispatcher
         self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)

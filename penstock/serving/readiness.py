@@ -47,7 +47,7 @@ class Readiness:
         self._supervisor = supervisor
         self._dispatcher = dispatcher
         # Events that only the dispatcher handles.
-        self.receive, self.tick = dispatcher.receive, dispatcher.tick
+        self.attach, self.tick = dispatcher.attach, dispatcher.tick
         self._queue = queue
         self._memory = memory
         self._planner = context.planner

@@ -250,10 +250,12 @@ class RequestMemory:
     def frame(self, batch: RunningBatch) -> frames.Dispatch:
         """Describe a placed batch to its worker, and count its rows."""
         geometry = batch.requests[0].ticket.fit.plan.geometry
+        batch.num_tokens = sum(request.num_tokens for request in batch.requests)
         layout = geometry.layout
         if layout is None:
             batch.num_rows = sum(request.num_rows for request in batch.requests)
-            return frames.Dispatch(batch.id, (), requests=self._parts(batch))
+            parts = self._parts(batch)
+            return frames.Dispatch(batch.id, (), requests=parts, num_tokens=batch.num_tokens)
         runs: list[frames.RowRange] = []
         slab: Slab | None = None
         start = count = 0
@@ -273,7 +275,14 @@ class RequestMemory:
         if len(runs) > 1:
             runs = self._sorted_runs(batch)
         parts = self._parts(batch) if self.needs_parts else ()
-        return frames.Dispatch(batch.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
+        return frames.Dispatch(
+            batch.id,
+            tuple(runs),
+            geometry.row_shapes,
+            layout.capacity,
+            parts,
+            num_tokens=batch.num_tokens,
+        )
 
     def _sorted_runs(self, batch: RunningBatch) -> list[frames.RowRange]:
         """Sort the requests of a batch by their rows; return the runs of adjacent rows. Requests

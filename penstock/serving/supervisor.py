@@ -19,15 +19,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
-from penstock.processes.channel import socket_pair
+from penstock.processes.channel import Channel, socket_pair
 from penstock.processes.child import ChildProcess, StartLife, limited
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import HEALTHY_S, MAX_LOAD_DEATHS
 from penstock.serving.context import log_about
 from penstock.serving.instance import Instance
-from penstock.serving.slab import Segment, Slab
+from penstock.serving.slab import Segment
 from penstock.serving.spares import Spares
-from penstock.serving.worker import Channel, Worker
+from penstock.serving.worker import Worker
 from penstock.system.environment import asked_for
 from penstock.wire import frames
 
@@ -90,14 +90,10 @@ class Supervisor:
     """The instances of one model. Once stopped it cannot be used again, and drops its references:
     an unloaded model must not wait for the garbage collector, which may run hours later."""
 
-    def __init__(
-        self, config: ModelConfig, input_spill: Segment, start_life: StartLife = ProcessLife
-    ) -> None:
+    def __init__(self, config: ModelConfig, start_life: StartLife = ProcessLife) -> None:
         self._config = config
-        self._input_spill = input_spill
         self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
-        self._slabs: list[Slab] = []
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._timer_ids = itertools.count()
         self._is_stopping = False
@@ -108,7 +104,8 @@ class Supervisor:
         self.spares = Spares(config, self.instances)
 
     @property
-    def _all(self) -> list[Instance]:
+    def all_instances(self) -> list[Instance]:
+        """The instances, and the spares."""
         return [*self.instances, *self.spares.workers]
 
     def start(self, listener: Readiness) -> None:
@@ -124,18 +121,14 @@ class Supervisor:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        children = [each.child for each in self._all if each.child is not None]
+        children = [each.child for each in self.all_instances if each.child is not None]
         for child in children:
             child.send(frames.encode(frames.Stop()))
         await asyncio.gather(*(child.wait(timeout_s) for child in children))
+        for each in self.all_instances:
+            each.close_link()  # Of one that got no process.
         if hasattr(self, "_listener"):  # Not if it was never started.
             del self._listener
-
-    def add_slab(self, slab: Slab) -> None:
-        """Map a slab in all workers, now and after restarts."""
-        self._slabs.append(slab)
-        for instance in self._all:
-            instance.send(*_map_slab(slab))
 
     def excuse(self, index: int) -> None:
         """Take back a death that counted towards a crash loop: a request caused it."""
@@ -152,39 +145,43 @@ class Supervisor:
                 instance.load_error = f"the worker {reason}"
                 instance.child.life.kill()
                 return
-            self._close_spill(instance)
+            instance.close_link()
             self._go_on(instance, False, False, reason)
 
     def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
         instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
-        spill_bytes = self._config.memory.spill_bytes
-        instance.output_spill = spill = Segment(spill_bytes)
-        received, died = partial(self._listener.receive, instance), partial(self._died, instance)
-        instance.child = ChildProcess(self._loop, self._start_life, received, died)
+        received, died = partial(self._receive, instance), partial(self._died, instance)
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
-        load = frames.LoadModel(frames.VERSION, config, spill_bytes, self.proof, environment)
-        self._send_load(instance, frames.encode(load), (self._input_spill.fd, spill.fd))
-        for slab in self._slabs:
-            instance.send(*_map_slab(slab))
+        load = frames.LoadModel(frames.VERSION, config, self.proof, environment)
+        ours, theirs = socket_pair()
+        with theirs:
+            self._listener.attach(instance, ours)
+            instance.child = ChildProcess(self._loop, self._start_life, received, died)
+            self._send_load(instance, frames.encode(load))
+            attach = frames.encode(frames.Attach(0, instance.num_restarts))
+            instance.send(attach, (theirs.fileno(),))
 
-    def _send_load(self, instance: Instance, data: bytes, fds: tuple[int, ...]) -> None:
+    def _send_load(self, instance: Instance, data: bytes) -> None:
         """Send the Load frame; in shared memory if it is large, as a configuration may be."""
         if len(data) <= frames.MAX_LOAD_BYTES:
-            instance.send(data, fds)
+            instance.send(data)
             return
         segment = Segment(len(data))
         try:
             segment.view[: len(data)] = data
-            instance.send(frames.encode(frames.Enclosed(len(data))), (*fds, segment.fd))
+            instance.send(frames.encode(frames.Enclosed(len(data))), (segment.fd,))
         finally:
             segment.close()
 
+    def _receive(self, instance: Instance, data: memoryview) -> None:
+        self.handle(instance, frames.decode_from_worker(data))
+
     def handle(self, instance: Instance, frame: frames.FromWorker) -> None:
-        """Handle a frame of a worker, other than an answer."""
+        """Handle a frame of a worker; Leaving comes on its link as well."""
         match frame:
             case frames.WorkerReady():
                 instance.ready = frame
@@ -199,7 +196,7 @@ class Supervisor:
                 instance.load_error = "; ".join(frame.problems)
                 if instance.ready is None and not instance.is_spare:
                     self._listener.load_failed(frame.problems)
-            case frames.Leaving():
+            case frames.Leaving() if not instance.is_leaving:
                 instance.is_leaving = True
                 text = " is replaced when it has answered: %s"
                 self._log(logging.WARNING, instance, text, frame.reason)
@@ -221,9 +218,9 @@ class Supervisor:
         instance.was_killed_outside = instance.child.life.was_killed_outside
         instance.child = None
         was_ready, instance.is_ready = instance.is_ready, False
-        # The spill is closed only after the model has handled the death: it holds answers.
+        # The link is closed only after the model has handled the death: it holds answers.
         is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
-        self._close_spill(instance)
+        instance.close_link()
         if not self._is_stopping:
             self._go_on(instance, was_ready, is_excused, reason)
 
@@ -241,11 +238,6 @@ class Supervisor:
         else:
             instance.crashes.died(well_s, instance.start_s if was_ready else math.inf)
         self._restart(instance, reason, is_excused)
-
-    def _close_spill(self, instance: Instance) -> None:
-        if instance.output_spill is not None:
-            instance.output_spill.close()
-            instance.output_spill = None
 
     def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
         if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
@@ -302,7 +294,7 @@ class Supervisor:
                 self._log(logging.ERROR, instance, " hangs; killing pid %d", instance.pid)
                 instance.is_hung = True
                 instance.child.life.kill()
-        for instance in self._all:
+        for instance in self.all_instances:
             self._end_if_too_slow(instance)
         if self.spares.num_wanted:
             self._prepare_spares()
@@ -337,8 +329,3 @@ class Supervisor:
             call(*args)
 
         self._timers[number] = self._loop.call_later(delay_s, run)
-
-
-def _map_slab(slab: Slab) -> tuple[bytes, tuple[int, ...]]:
-    """Return the frame that maps a slab, and its descriptors."""
-    return frames.encode(frames.MapSlab(slab.id, slab.seg.nbytes)), (slab.seg.fd,)

@@ -1,4 +1,4 @@
-"""The messages between the core and its workers, and between the core and front processes.
+"""The messages of the core and of shards with workers, and of the core with front processes.
 
 One frame is one datagram of a SOCK_SEQPACKET pair: MessagePack of a tagged array, a few hundred
 bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exchanged first and
@@ -7,14 +7,20 @@ other change increments the version.
 Fronts use one frame per request, so their datagrams are arrays of all pending frames (`join`); only
 the first, OpenFront, is sent alone.
 
-    core → worker   LoadModel, Enclosed, MapSlab, Dispatch, Release, Stop
-    worker → core   WorkerReady, StartFailed, Done, BatchFailed, Leaving
+    core → worker   LoadModel, Enclosed, Attach, Stop
+    worker → core   WorkerReady, StartFailed, Leaving
+    shard → worker  Hello, MapSlab, Want, Dispatch, Pass, Release
+    worker → shard  Claim, Done, BatchFailed, Leaving
     core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
     front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
+
+A shard holds requests, and has a socket of its own to each worker; the core is one. A worker merges
+the rows of several shards in one batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -75,11 +81,10 @@ class Proof(Frame, tag="prf"):
 
 
 class LoadModel(Frame, tag="load"):
-    """First frame to a worker, with the input and output spill. A `proof` replaces trial runs."""
+    """First frame to a worker. A `proof` replaces trial runs."""
 
     version: int
     model: ModelConfig
-    spill_bytes: int
     proof: Proof | None = None
     # Environment variables for the model's code, added to those of the process.
     environment: dict[str, str] = {}
@@ -91,22 +96,84 @@ class Enclosed(Frame, tag="seg"):
     nbytes: int
 
 
+class Attach(Frame, tag="att"):
+    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts."""
+
+    shard: int
+    life: int = 0
+
+
+class Hello(Frame, tag="hi"):
+    """First frame of a shard to a worker, with the shard's input spill and this worker's output
+    spill."""
+
+    version: int
+    spill_bytes: int
+
+
 class MapSlab(Frame, tag="map"):
-    """A slab of the model, with its descriptor."""
+    """A slab of the shard, with its descriptor."""
 
     slab: int
     nbytes: int
 
 
+class Want(Frame, tag="want"):
+    """What a shard has queued and could give now, as in `serving.shares.Queued`; the worker answers
+    with a Claim when a slot is free."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    # By the monotonic clock.
+    due: float = math.inf
+    head_rows: int = 1
+    head_tokens: int = 0
+    geometry: str | None = None
+    arrivals_per_s: float = 0.0
+    target_size: int = 0
+
+
 class Dispatch(Frame, tag="run"):
     """Run one batch: rows of slabs (`runs`, with the row shape of each input and the row capacity
-    that fixes the layout) or, if `runs` is empty, the extents of `requests`."""
+    that fixes the layout) or, if `runs` is empty, the extents of `requests`. The worker may merge
+    it with those of other shards that have the same geometry, unless it `is_alone`: then nothing
+    else runs meanwhile."""
 
     batch: int
     runs: tuple[RowRange, ...]
     row_shapes: tuple[tuple[int, ...], ...] = ()
     capacity: int = 0
     requests: tuple[RequestPart, ...] = ()
+    # Equal for batches that can be merged.
+    geometry: str = ""
+    is_alone: bool = False
+    # Its share of a token budget; 0 without one.
+    num_tokens: int = 0
+    # The Claim that it answers; 0: sent without one.
+    round: int = 0
+    # What is left; None: nothing that could be given now.
+    more: Want | None = None
+
+
+class Pass(Frame, tag="pass"):
+    """The answer to a Claim of a shard that has nothing to give, except `more`."""
+
+    round: int
+    more: Want | None = None
+
+
+class Claim(Frame, tag="clm"):
+    """A slot is free: the shard answers with a Dispatch, within a `serving.shares.Share`, or with
+    Pass."""
+
+    round: int
+    max_rows: int
+    others_rows: int = 0
+    ends_at: float = -math.inf
+    drops_late: bool = False
+    geometry: str | None = None
+    max_tokens: float = math.inf
+    is_due: bool = True
 
 
 class Release(Frame, tag="rel"):
@@ -151,17 +218,25 @@ class Done(Frame, tag="ok"):
     errors: dict[int, str] = {}
     # Those of `errors` that are the client's: the request cannot be run.
     invalid: tuple[int, ...] = ()
+    # Rows of the whole batch, those of other shards included; 0: there were no others.
+    total_rows: int = 0
+    total_tokens: int = 0
+    # Of the shards that share a batch, one counts it.
+    is_first: bool = True
 
 
 class BatchFailed(Frame, tag="err"):
-    """The whole batch failed in the model; the worker itself is healthy."""
+    """The whole batch failed in the model; the worker itself is healthy. `is_merged`: it had rows
+    of other shards, which may be the cause."""
 
     batch: int
     error: str
+    is_merged: bool = False
 
 
 class Leaving(Frame, tag="bye"):
-    """A healthy worker asks to be replaced: it answers what it has, then waits for Stop."""
+    """A healthy worker asks to be replaced: it answers what it has, then waits for Stop. Shards
+    learn it before the answer that caused it, so no batch follows that."""
 
     reason: str
 
@@ -300,14 +375,18 @@ class Drain(Frame, tag="drn"):
     """The server is shutting down: close each connection after its next answer."""
 
 
-ToWorker = LoadModel | Enclosed | MapSlab | Dispatch | Release | Stop
-FromWorker = WorkerReady | StartFailed | Done | BatchFailed | Leaving
+ToWorker = LoadModel | Enclosed | Attach | Stop
+FromWorker = WorkerReady | StartFailed | Leaving
+ShardToWorker = Hello | MapSlab | Want | Dispatch | Pass | Release
+WorkerToShard = Claim | Done | BatchFailed | Leaving
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong
 ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_shard_to_worker = msgspec.msgpack.Decoder(ShardToWorker).decode
+decode_worker_to_shard = msgspec.msgpack.Decoder(WorkerToShard).decode
 decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
 decode_all_from_front = msgspec.msgpack.Decoder(list[FromFront]).decode
 decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode

@@ -203,7 +203,7 @@ def _field_bytes(field: Field) -> int:
     return len(field[0]) + len(field[1]) + ENTRY_BYTES
 
 
-class _Table:
+class _DynamicTable:
     """A dynamic table (section 2.3.2), newest entry first."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -239,7 +239,7 @@ class HpackDecoder:
         self._max_list_bytes = max_list_bytes
         self._max_fields = max_fields
         self._max_table_bytes = max_table_bytes
-        self._table = _Table(max_table_bytes)
+        self._table = _DynamicTable(max_table_bytes)
         self.num_changes = 0
 
     @property
@@ -314,7 +314,7 @@ class HpackEncoder:
     def __init__(self, repeated: Iterable[Field] = ()) -> None:
         self._repeated = frozenset(repeated)
         assert sum(map(_field_bytes, self._repeated)) <= TABLE_BYTES, "none may be evicted"
-        self._table = _Table(TABLE_BYTES)
+        self._table = _DynamicTable(TABLE_BYTES)
         self._blocks: dict[tuple[Field, ...], bytes] = {}
         # Sizes to announce with the next block.
         self._resizes: list[int] = []

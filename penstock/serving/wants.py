@@ -1,0 +1,109 @@
+"""What a shard tells workers that also serve other shards, and how it answers their claims.
+
+Such a worker decides when a batch runs (`claims`). The shard offers a batch unasked only while the
+worker seems to have nothing to do; otherwise it says once what it has queued, and waits for the
+worker's claim. Knows frames and the queue, but neither sockets nor memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.serving.instance import Instance
+from penstock.serving.plan import Geometry
+from penstock.serving.request_queue import RequestQueue
+from penstock.serving.shares import BatchShare, Queued
+from penstock.types import Request
+from penstock.wire import frames
+
+
+class Wants:
+    """Invariant: `Instance.is_wanting` if the last that the worker heard is that there is something
+    to claim."""
+
+    def __init__(self, queue: RequestQueue, sees_idle: Callable[[int], bool]) -> None:
+        self._queue = queue
+        self._sees_idle = sees_idle
+
+    def may_offer(self, instance: Instance) -> bool:
+        """Whether to send a batch unasked; there is at most one that was not answered."""
+        return not instance.batches and self._sees_idle(instance.index)
+
+    def wanted(self, now: float) -> frames.Want | None:
+        """Return what a worker could claim; None: nothing now."""
+        batcher = self._queue.batcher
+        if batcher.num_reruns:
+            # Comes before all others, and alone.
+            return frames.Want((1,), due=now)
+        queued = batcher.wanted(now)
+        return None if queued is None else _want(queued)
+
+    def send(self, instances: Sequence[Instance], now: float) -> bool:
+        """Tell the workers that do not know it that there is something to claim. Return whether
+        that was looked at; the batcher then says when to look again."""
+        deaf = [each for each in instances if _listens(each) and not each.is_wanting]
+        want = self.wanted(now) if deaf else None
+        if want is not None:
+            for instance in deaf:
+                instance.is_wanting = True
+                instance.send_on_link(want)
+        return bool(deaf)
+
+    def take(self, claim: frames.Claim, instance: Instance, now: float) -> list[Request] | None:
+        """Return the requests for a claim; None: nothing to give."""
+        if not _listens(instance):
+            return None
+        return self._queue.next(now, self._share(claim))
+
+    def complete(self, frame: frames.Dispatch, key: str, round: int, now: float) -> frames.Dispatch:
+        """Add what a worker of several shards needs to know of a batch of this geometry."""
+        batcher = self._queue.batcher
+        frame.is_alone = batcher.closed_by == "rerun"
+        frame.geometry = key if batcher.policy.is_dynamic else ""
+        frame.round = round
+        frame.more = self.wanted(now)
+        return frame
+
+    def pass_on(self, claim: frames.Claim, instance: Instance, now: float) -> bool:
+        """Answer a claim with nothing. Return whether to look again soon: claimed again at once,
+        what could not be given now could not be given either, except to a larger claim."""
+        more = self.wanted(now) if _listens(instance) else None
+        is_kept = more is not None and more.geometry == claim.geometry
+        if more is not None and is_kept and more.head_rows > claim.max_rows:
+            is_kept = False
+        instance.is_wanting = more is not None and not is_kept
+        instance.send_on_link(frames.Pass(claim.round, None if is_kept else more))
+        return is_kept
+
+    def _share(self, claim: frames.Claim) -> BatchShare:
+        geometry: Geometry | str | None = claim.geometry
+        for lane in self._queue.batcher.waiting():
+            if isinstance(lane.geometry, Geometry) and lane.geometry.key == claim.geometry:
+                geometry = lane.geometry
+        return BatchShare(
+            claim.max_rows,
+            claim.others_rows,
+            claim.ends_at,
+            claim.drops_late,
+            geometry,
+            claim.max_tokens,
+            claim.is_due,
+        )
+
+
+def _listens(instance: Instance) -> bool:
+    return instance.is_ready and not instance.is_leaving
+
+
+def _want(queued: Queued) -> frames.Want:
+    geometry = queued.geometry.key if isinstance(queued.geometry, Geometry) else None
+    return frames.Want(
+        queued.rows,
+        queued.tokens,
+        queued.due,
+        queued.head_rows,
+        queued.head_tokens,
+        geometry,
+        queued.arrivals_per_s,
+        queued.target_size,
+    )

@@ -1,0 +1,47 @@
+"""A shard's end of the socket to one worker, with the spill for that worker's outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+
+from penstock.processes.channel import Datagrams
+from penstock.serving.slab import Segment, Slab
+from penstock.wire import frames
+
+
+class WorkerLink(Datagrams):
+    """Sends the worker this shard's memory: the spill first, and slabs as they are made. That the
+    worker has closed its end is no news: its death is told by the supervisor."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        received: Callable[[memoryview], object],
+        input_spill: Segment,
+    ) -> None:
+        """OSError if there is no memory; then the socket is closed."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            self.output_spill = Segment(input_spill.nbytes)
+            undo.callback(self.output_spill.close)
+            super().__init__(loop, sock, received, lambda: None)
+            undo.callback(super().close)
+            hello = frames.Hello(frames.VERSION, input_spill.nbytes)
+            self.send(frames.encode(hello), (input_spill.fd, self.output_spill.fd))
+            undo.pop_all()
+        self._num_slabs = 0
+
+    def map_slabs(self, slabs: Sequence[Slab]) -> None:
+        """Map those that are new, of all slabs there are."""
+        for slab in slabs[self._num_slabs :]:
+            self.send(frames.encode(frames.MapSlab(slab.id, slab.seg.nbytes)), (slab.seg.fd,))
+        self._num_slabs = len(slabs)
+
+    def close(self) -> None:
+        super().close()
+        self._sock.close()
+        self.output_spill.close()
