@@ -193,8 +193,10 @@ class SimulatedShard:
 
     def _offer_to_idle(self, now: float) -> bool:
         """Send batches to slots that the page shows as idle; return whether one is left."""
-        page = self._simulation.view.at(now)
-        for worker in self._simulation.workers:
+        # A single shard knows what it has sent.
+        simulation = self._simulation
+        page = simulation.page if self._is_only else simulation.view.at(now)
+        for worker in simulation.workers:
             for slot in worker.slots:
                 if not page.is_idle(MODEL, slot):
                     continue

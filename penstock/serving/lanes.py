@@ -12,7 +12,7 @@ from typing import Literal
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere, OtherShards, ShardLoad
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere, ShardLoad
 from penstock.serving.shares import BatchShare, Queued
 from penstock.types import Request
 
@@ -136,20 +136,17 @@ class Lanes:
         level = self._level(request.priority) if self._num_levels > 1 else 0
         policy = self._policies[level]
         request.priority = level
-        there = in_level = 0
+        num_queued, num_in_level = self.num_queued, self._counts[level]
         if self._elsewhere is not None:
-            there, in_level = self._num_there(level, self._elsewhere.look(now))
-        if self.num_queued + there >= self._max_pending:
+            nums = self._elsewhere.look(now).num_requests
+            index = min(level, len(nums) - 1)
+            num_queued += int(nums[-1])
+            num_in_level += int(nums[index] - (nums[index - 1] if index else 0))
+        if num_queued >= self._max_pending:
             raise Overloaded(f"Exceeds maximum queue size: {self._max_pending} waiting")
-        if 0 < policy.max_queue_size <= self._counts[level] + in_level:
+        if 0 < policy.max_queue_size <= num_in_level:
             raise Overloaded(f"Exceeds maximum queue size: {policy.max_queue_size} waiting")
         return policy
-
-    def _num_there(self, level: int, there: OtherShards) -> tuple[int, int]:
-        """Return how many requests other shards have queued, in all and at this level."""
-        nums = there.num_requests
-        index = min(level, len(nums) - 1)
-        return int(nums[-1]), int(nums[index] - (nums[index - 1] if index else 0))
 
     def _ahead(self, level: int, now: float) -> tuple[int, int]:
         """Return the number of requests at this level and above, and their rows or tokens."""
