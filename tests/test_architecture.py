@@ -125,13 +125,17 @@ PURE = [
     "serving/plan.py",
     "serving/slo_batcher.py",
 ]
-# The parts of a model that could run in another process than its supervisor.
+# A shard's parts of a model, which run in another process than its supervisor.
 KNOW_NO_PROCESS = [
     "serving/admission.py",
+    "serving/core_link.py",
+    "serving/dispatcher.py",
     "serving/quarantine.py",
+    "serving/readiness.py",
     "serving/replies.py",
     "serving/request_memory.py",
     "serving/request_queue.py",
+    "serving/worker_link.py",
 ]
 IMPURE_MODULES = {
     "asyncio",
@@ -297,6 +301,8 @@ WITHOUT_OWN_TEST = {
     "serving/admission.py": "tests/serving/test_model.py submits through it",
     "serving/context.py": "values only; penstock/serving/model.py makes them",
     "serving/dispatcher.py": "tests/serving/test_model.py runs batches through it",
+    "serving/core_link.py": "protocols; tests/serving/test_model_host.py has both ends",
+    "serving/worker_link.py": "values only; tests/serving/test_model.py looks at them",
     "serving/readiness.py": "tests/serving/test_model.py loads, crashes and hangs workers",
     "serving/replies.py": "tests/serving/test_model.py reads the answers",
     "serving/request_memory.py": "tests/serving/test_model.py counts what is held",

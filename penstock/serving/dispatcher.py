@@ -1,8 +1,8 @@
-"""Batches of one model on their way: from the queue to an instance, and back as answers.
+"""Batches of one model on their way: from the queue to a worker, and back as answers.
 
-Sends batches to idle instances, hands answers to the replies, and runs requests again whose batch
-failed or whose worker died. Runs on the core's event loop without locks; the supervisor owns the
-processes.
+Sends batches to idle workers, hands answers to the replies, and runs requests again whose batch
+failed or whose worker died. Runs on an event loop without locks. Knows no process: workers are
+links that the core opens, and the core says who is to blame for a death.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import logging
 from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.batches import HangLimits, RunningBatch
 from penstock.serving.context import ModelContext
-from penstock.serving.instance import Instance
+from penstock.serving.core_link import CoreLink
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
-from penstock.serving.supervisor import Supervisor
+from penstock.serving.slab import Segment, Slab
+from penstock.serving.worker_link import Send, WorkerLink
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -32,20 +33,26 @@ SUSPECT_PATIENCE_S = 30.0
 
 
 class Dispatcher:
-    """Invariant: an admitted request is in the queue, in exactly one RunningBatch, or done."""
+    """Invariant: an admitted request is in the queue, in exactly one RunningBatch, or done.
+    `workers` are the links, one for each place; `_lost` are the batches of dead workers, by life,
+    until the core has judged the death."""
 
     def __init__(
         self,
         context: ModelContext,
-        supervisor: Supervisor,
+        core: CoreLink,
         queue: RequestQueue,
         memory: RequestMemory,
         replies: Replies,
         guard: PoisonGuard,
     ) -> None:
         self._name = context.config.name
-        self._supervisor = supervisor
-        self._instances = supervisor.instances
+        self._core = core
+        places = enumerate(context.config.workers)
+        self.workers = [WorkerLink(index, num_slots) for index, (_, num_slots) in places]
+        self._lost: dict[int, tuple[frames.Died, list[RunningBatch]]] = {}
+        # Whether the core waits for an answer after a death.
+        self._reports_answer = False
         self._queue = queue
         self._memory = memory
         self._replies = replies
@@ -54,7 +61,7 @@ class Dispatcher:
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
         self.hang_limits = HangLimits(context.config.hang_s)
-        self._most_slots = max(each.num_slots for each in self._instances)
+        self._most_slots = max(each.num_slots for each in self.workers)
         self._batch_ids = itertools.count(1)
         self._num_slabs_mapped = 0
         self._is_pump_due = False
@@ -65,11 +72,13 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return sum(len(batch.requests) for each in self._instances for batch in each.batches)
+        running = [batch for each in self.workers for batch in each.batches]
+        lost = [batch for _, batches in self._lost.values() for batch in batches]
+        return sum(len(batch.requests) for batch in (*running, *lost))
 
     def tick(self) -> None:
         """Do periodic work."""
-        self._guard.quarantine.expire(self._clock())
+        self._guard.table.expire(self._clock())
         # Queued requests may have expired although no instance became free.
         self.pump_if_waiting()
         self._replies.log_overload_end()
@@ -111,7 +120,7 @@ class Dispatcher:
         self._queue.expire(now)
         if self._queue.suspects:
             self._try_suspects(now)
-        has_idle = self._fill_instances(now)
+        has_idle = self._fill_workers(now)
         self._arm_timer(now, only_expiry=not has_idle)
         if self._idle_waiters:
             self.check_idle()
@@ -120,25 +129,25 @@ class Dispatcher:
         if self._queue.num_waiting:
             self.pump()
 
-    def _fill_instances(self, now: float) -> bool:
-        """Send batches until no instance takes another, or until the queue has none that may run
+    def _fill_workers(self, now: float) -> bool:
+        """Send batches until no worker takes another, or until the queue has none that may run
         now. Return whether it was the queue."""
         for num_others in range(self._most_slots):
-            # Instances with no batch come first, then those with one, and so on.
-            for instance in self._instances:
-                while len(instance.batches) <= num_others and self._takes_batch(instance):
+            # Workers with no batch come first, then those with one, and so on.
+            for worker in self.workers:
+                while len(worker.batches) <= num_others and self._takes_batch(worker):
                     requests = self._queue.next(now)
                     if requests is None:
                         return True
-                    if not self._dispatch(instance, requests, now):
+                    if not self._dispatch(worker, requests, now):
                         break
         return False
 
-    def _takes_batch(self, instance: Instance) -> bool:
-        """Whether the instance may take another batch. A rerun is alone, to attribute a crash."""
-        if not instance.is_idle:
+    def _takes_batch(self, worker: WorkerLink) -> bool:
+        """Whether the worker may take another batch. A rerun is alone, to attribute a crash."""
+        if not worker.is_idle:
             return False
-        others = instance.batches
+        others = worker.batches
         if not others:
             return True
         if self._queue.batcher.num_reruns or others[0].closed_by == "rerun":
@@ -146,20 +155,20 @@ class Dispatcher:
         return not (self._queue.suspects and self._may_try_suspect())
 
     def _try_suspects(self, now: float) -> None:
-        """Run suspects on instances without batches."""
+        """Run suspects on workers without batches."""
         while self._queue.suspects and self._may_try_suspect():
-            idle = [each for each in self._instances if each.is_idle and not each.batches]
+            idle = [each for each in self.workers if each.is_idle and not each.batches]
             request = self._queue.next_suspect(now) if idle else None
             if request is None or not self._dispatch(idle[0], [request], now):
                 return
 
     def _may_try_suspect(self) -> bool:
         """Whether a suspect may run now: one at a time, and only while a worker can be spared."""
-        for each in self._instances:
+        for each in self.workers:
             if each.is_ready and any(batch.closed_by == "rerun" for batch in each.batches):
                 return False
         waited_s = self._clock() - self._queue.tried_suspect_at
-        return self._supervisor.spares.can_replace_worker(waited_s < SUSPECT_PATIENCE_S)
+        return self._core.may_try(waited_s < SUSPECT_PATIENCE_S)
 
     def _arm_timer(self, now: float, only_expiry: bool) -> None:
         if self._timer is not None:
@@ -170,8 +179,8 @@ class Dispatcher:
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
-    def _dispatch(self, instance: Instance, requests: list[Request], now: float) -> bool:
-        """Send a batch to an instance. False if shared memory is full: the batch is queued again
+    def _dispatch(self, worker: WorkerLink, requests: list[Request], now: float) -> bool:
+        """Send a batch to a worker. False if shared memory is full: the batch is queued again
         until one in flight is answered."""
         batch = RunningBatch(next(self._batch_ids), requests, now)
         try:
@@ -190,7 +199,7 @@ class Dispatcher:
             self._abandon(batch, BackendFailed("internal error; this is a bug"))
             return True
         if len(data) > MAX_DISPATCH_BYTES and len(batch.requests) > 1:
-            return self._dispatch(instance, self._halve(batch), now)
+            return self._dispatch(worker, self._halve(batch), now)
         if len(data) > frames.MAX_FRAME_BYTES // 4:
             self._queue.batcher.ended(now)
             self._abandon(batch, TooLarge("the request's id and parameters are too large"))
@@ -201,14 +210,15 @@ class Dispatcher:
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
             batch.num_tokens += request.num_tokens
-        batch.instance, batch.closed_by = instance.index, self._queue.batcher.closed_by
-        instance.batches.append(batch)
-        self._saturation.note(not any(each.is_idle for each in self._instances), now)
+        batch.instance, batch.closed_by = worker.index, self._queue.batcher.closed_by
+        worker.batches.append(batch)
+        self._saturation.note(not any(each.is_idle for each in self.workers), now)
         self._last_num_requests = len(batch.requests)
         while self._num_slabs_mapped < len(self._memory.slabs):
-            self._supervisor.add_slab(self._memory.slabs[self._num_slabs_mapped])
+            for each in self.workers:
+                each.send(*_map_slab(self._memory.slabs[self._num_slabs_mapped]))
             self._num_slabs_mapped += 1
-        instance.send(data)
+        worker.send(data)
         return True
 
     def _halve(self, batch: RunningBatch) -> list[Request]:
@@ -226,32 +236,22 @@ class Dispatcher:
         for request in batch.requests:
             self._replies.fail(request, error, reason)
 
-    def receive(self, instance: Instance, data: memoryview) -> bool:
-        """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
-        pending then; the next loop iteration reads what is."""
-        frame = frames.decode_from_worker(data)
-        if not isinstance(frame, frames.Done | frames.BatchFailed):
-            self._supervisor.handle(instance, frame)
-            return False
-        self._answered(instance, frame)
-        if instance.is_leaving:
-            self._supervisor.let_go(instance)
-        return True
-
-    def _answered(self, instance: Instance, frame: frames.Done | frames.BatchFailed) -> None:
+    def answered(self, worker: WorkerLink, frame: frames.Done | frames.BatchFailed) -> None:
+        """Handle a worker's answer to a batch."""
         # A sink may submit the next request during its callback. That one must not be dispatched
         # before the worker has its output spill back.
         self._is_answering = True
         try:
-            batch = next((each for each in instance.batches if each.id == frame.batch), None)
-            if self._guard.quarantine.awaits_answer:
-                self._guard.quarantine.answered()
+            batch = next((each for each in worker.batches if each.id == frame.batch), None)
+            if self._reports_answer:
+                self._reports_answer = False
+                self._core.answered()
             if batch is not None:
-                instance.batches.remove(batch)
-                now = instance.answered_at = self._clock()
+                worker.batches.remove(batch)
+                now = worker.answered_at = self._clock()
                 self._saturation.note(False, now)
                 if isinstance(frame, frames.Done):
-                    self._deliver(instance, batch, frame, now)
+                    self._deliver(worker, batch, frame, now)
                 else:
                     self._fail(batch, frame.error, now)
         finally:
@@ -259,9 +259,16 @@ class Dispatcher:
         self.pump_if_waiting()
         if self._idle_waiters:
             self.check_idle()
+        if worker.is_leaving:
+            self._let_go(worker)
+
+    def _let_go(self, worker: WorkerLink) -> None:
+        """Tell the core that a leaving worker has answered everything."""
+        if worker.is_leaving and not worker.batches:
+            self._core.left(worker.index, worker.life)
 
     def _deliver(
-        self, instance: Instance, batch: RunningBatch, frame: frames.Done, now: float
+        self, worker: WorkerLink, batch: RunningBatch, frame: frames.Done, now: float
     ) -> None:
         self.hang_limits.note(batch.num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
@@ -272,11 +279,11 @@ class Dispatcher:
             # Dispatch the next batch first: the worker computes while this loop encodes. Not while
             # the worker's spill still holds this answer.
             self.pump_if_waiting()
-        answered = self._replies.deliver(batch, frame, instance.output_spill, now)
+        answered = self._replies.deliver(batch, frame, worker.output_spill, now)
         self._memory.release_batch(batch)
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
-            instance.send(frames.encode(frames.Release(offsets)))
+            worker.send(frames.encode(frames.Release(offsets)))
         self._replies.count(batch, answered, now)
 
     def _fail(self, batch: RunningBatch, text: str, now: float) -> None:
@@ -298,34 +305,50 @@ class Dispatcher:
             self._queue.rerun(request)
             self._memory.requeued(request)
 
-    def died(self, instance: Instance, reason: str) -> bool:
-        """Rerun each request of the instance's batches alone; one whose worker died before and that
-        ran alone now fails. Return whether a request is to blame, rather than the model."""
-        batches, instance.batches = instance.batches, []
+    def set_worker(self, worker: frames.SetWorker, send: Send, output_spill: Segment) -> None:
+        """Use the ready worker of a place from now on."""
+        link = self.workers[worker.index]
+        link.open(worker.life, send, output_spill)
+        for slab in self._memory.slabs[: self._num_slabs_mapped]:
+            link.send(*_map_slab(slab))
+
+    def set_leaving(self, index: int) -> None:
+        link = self.workers[index]
+        link.is_leaving = True
+        self._let_go(link)
+
+    def died(self, died: frames.Died) -> None:
+        """Keep the batches of a dead worker, and tell the core about them. If it is one request, it
+        may be to blame."""
+        link = self.workers[died.index]
+        batches, link.batches = link.batches, []
+        self._saturation.note(not any(each.is_idle for each in self.workers), self._clock())
+        self._lost[died.life] = died, batches
+        requests = [request for batch in batches for request in batch.requests]
+        lost = frames.Lost(died.life, len(requests))
+        if len(requests) == 1:
+            (request,) = requests
+            lost.body, lost.key = self._guard.fingerprint(request), request.caller
+            lost.lost_with = request.lost_with
+        self._core.lost(lost)
+
+    def verdict(self, verdict: frames.Verdict) -> None:
+        """Rerun each request of a dead worker's batches alone; one whose worker died before and
+        that ran alone now fails."""
+        self._reports_answer |= verdict.awaits_answer
+        if verdict.life not in self._lost:
+            return
+        died, batches = self._lost.pop(verdict.life)
         now = self._clock()
-        self._saturation.note(not any(each.is_idle for each in self._instances), now)
-        is_excused = bool(batches) and self._judge(batches, instance.was_killed_outside)
         for batch in batches:
-            self._lose(batch, reason, now)
-            if not is_excused and len(batch.requests) > 1:
-                for request in batch.requests:
-                    request.lost_with = instance.index
+            for request in batch.requests:
+                if verdict.is_excused and verdict.is_pinned:
+                    request.lost_with = None
+                elif not verdict.is_excused and len(batch.requests) > 1:
+                    request.lost_with = died.index
+            self._lose(batch, died.reason, now)
         if batches:
             self.pump()
-        return is_excused
-
-    def _judge(self, batches: list[RunningBatch], was_killed_outside: bool) -> bool:
-        """Whether a request killed the worker, rather than a broken model."""
-        if len(batches) > 1 or len(batches[0].requests) > 1:
-            return self._guard.quarantine.died_in_company()
-        (request,) = batches[0].requests
-        verdict = self._guard.pin(request, was_killed_outside)
-        if verdict.is_excused and request.lost_with is not None:
-            self._supervisor.excuse(request.lost_with)
-            request.lost_with = None
-        if verdict.quarantines_body or verdict.quarantines_key:
-            self._queue.refuse_quarantined()
-        return verdict.is_excused
 
     def _lose(self, batch: RunningBatch, reason: str, now: float) -> None:
         self._queue.batcher.ended(batch.started)
@@ -338,3 +361,8 @@ class Dispatcher:
         for request in batch.requests:
             request.num_deaths += 1
         self._rerun(batch)
+
+
+def _map_slab(slab: Slab) -> tuple[bytes, tuple[int, ...]]:
+    """Return the frame that maps a slab, and its descriptors."""
+    return frames.encode(frames.MapSlab(slab.id, slab.seg.nbytes)), (slab.seg.fd,)

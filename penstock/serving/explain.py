@@ -161,14 +161,14 @@ def explain(model: Model, now: float) -> Explanation:
     mode, reason = mode_of(config, policy)
     paces = _paces(model)
     target = paces[0].target_size if paces else None
-    metrics, notes = model.metrics, list(model.readiness.notes)
+    metrics, notes = model.metrics, list(model.host.notes)
     if metrics.padded_bytes:
         share = 100 * metrics.padding_bytes / metrics.padded_bytes
         text = f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"
         notes.append(text)
     instances = [
-        InstanceState(i.index, i.state, i.pid, i.device, i.process.gpu_memory_bytes, i.num_slots)
-        for i in model.instances
+        InstanceState(p.index, w.state, p.pid, p.device, p.gpu_memory_bytes, w.num_slots)
+        for p, w in zip(model.processes, model.workers, strict=True)
     ]
     return Explanation(
         model=config.name,

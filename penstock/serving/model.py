@@ -1,8 +1,9 @@
 """One version of a model as a Servable: its parts, put together.
 
 A request passes admission, gets a place in shared memory, waits in the queue, runs in a batch of
-the dispatcher and is answered by the replies. Everything runs on the core's event loop without
-locks. Knows no protocol (requests carry their sink) and no process (the supervisor does).
+the dispatcher and is answered by the replies. Everything runs on one event loop without locks.
+Knows no protocol: requests carry their sink. Its workers belong to the core (`model_host`), which
+talks to the parts here only through `core_link`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext, Saturation
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
-from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
+from penstock.serving.model_host import DirectLink, ModelHost
 from penstock.serving.plan import Planner, slab_bytes
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.quotas import QueueShares, Quotas
@@ -31,14 +32,14 @@ from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import Supervisor
+from penstock.serving.worker_link import WorkerLink
 from penstock.types import CANCELLED, Request
 
 log = logging.getLogger("penstock.model")
 
 
 class Model:
-    """References between the parts go one way, and the supervisor drops its own when it stops: an
+    """References between the parts go one way, and the host drops its own when it stops: an
     unloaded model is freed without the garbage collector."""
 
     def __init__(
@@ -51,17 +52,18 @@ class Model:
         metrics: ModelMetrics | None = None,
     ) -> None:
         quotas, policy = quotas or Quotas(), config.batching
+        metrics = metrics or ModelMetrics(config.name, config.version, config.metric_tags)
         context = ModelContext(
             config=config,
             clock=clock,
-            metrics=metrics or ModelMetrics(config.name, config.version, config.metric_tags),
+            metrics=metrics,
             planner=Planner(config, slab_bytes(config)),
             quotas=quotas,
             shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
             saturation=Saturation(clock()),
         )
         self.config = config
-        self.metrics = context.metrics
+        self.metrics = metrics
         self._clock = clock
         self.memory = memory = RequestMemory(context)
         self._replies = replies = Replies(context, memory)
@@ -69,13 +71,14 @@ class Model:
         guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
-        self.supervisor = supervisor = Supervisor(config, memory.input_spill, start_life)
-        dispatcher = Dispatcher(context, supervisor, queue, memory, replies, guard)
-        self._dispatcher = dispatcher
-        self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)
-        self.instances: Sequence[Instance] = supervisor.instances
+        self.host = host = ModelHost(config, start_life, clock, metrics)
+        core = DirectLink(host)
+        self._dispatcher = dispatcher = Dispatcher(context, core, queue, memory, replies, guard)
+        self.readiness = Readiness(context, core, dispatcher, queue, memory, guard)
+        host.join(0, self.readiness)
+        self.workers: Sequence[WorkerLink] = dispatcher.workers
         # What only one part does, as `Served` promises it.
-        self.start, self.drain, self.refused = readiness.load, dispatcher.drain, replies.refused
+        self.start, self.drain, self.refused = host.load, dispatcher.drain, replies.refused
 
     @property
     def state(self) -> State:
@@ -83,12 +86,12 @@ class Model:
 
     @property
     def shown_state(self) -> State:
-        """State in the repository index: unavailable while no instance can run."""
+        """State in the repository index: unavailable while no worker can run."""
         return "UNAVAILABLE" if self.state == "READY" and not self.is_ready else self.state
 
     @property
     def is_ready(self) -> bool:
-        """Whether an instance can run a batch."""
+        """Whether a worker can run a batch."""
         return self.readiness.is_ready
 
     @property
@@ -97,7 +100,7 @@ class Model:
 
     @property
     def processes(self) -> Sequence[ModelProcess]:
-        return [each.process for each in self.instances]
+        return self.host.processes
 
     @property
     def batcher(self) -> Batcher | SloBatcher:
@@ -125,9 +128,10 @@ class Model:
         self._dispatcher.close()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
-        await self.supervisor.stop()
+        await self.host.stop()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
+        self.readiness.close()
         self.memory.close()
         self._admission.close()
 

@@ -377,7 +377,7 @@ def _describe(name: str, model: Model) -> str:
     compute_s = sum(phases[f"compute_{each}"].total for each in ("input", "infer", "output"))
     num_rows = metrics.num_inferences / max(1, metrics.num_executions)
     return (
-        f"stage {name}: {len(model.instances)} instances, {metrics.num_executions} batches of "
+        f"stage {name}: {len(model.workers)} instances, {metrics.num_executions} batches of "
         f"{num_rows:.1f} rows, {queue_s * 1e3:.2f} ms queued and {compute_s / count * 1e3:.2f} ms "
         f"computed a request, {model.num_waiting} waiting"
     )

@@ -334,6 +334,68 @@ class Drain(Frame, tag="drn"):
     """The server is shutting down: close each connection after its next answer."""
 
 
+# Between the core, which supervises the workers of a model, and a shard, which batches its
+# requests. With one shard both are in one process and hand these over without encoding them.
+
+
+class ModelProved(Frame, tag="prv"):
+    """All workers of a model are ready for the first time: what their trial runs showed, and the
+    warm durations of each (see WorkerReady)."""
+
+    proof: Proof
+    load_s: float
+    needs_requests: bool
+    timings: tuple[dict[int, float], ...]
+    bucket_timings: tuple[dict[int, dict[int, float]], ...]
+
+
+class SetWorker(Frame, tag="setw"):
+    """The instance `index` has a ready worker, its `life`; or, if it `is_leaving`, that worker gets
+    no more batches."""
+
+    index: int
+    life: int
+    is_leaving: bool = False
+    timings: dict[int, float] = {}
+
+
+class Died(Frame, tag="died"):
+    """A worker that shards knew has died. Each answers with Lost and keeps what it lost."""
+
+    index: int
+    life: int
+    reason: str
+
+
+class Lost(Frame, tag="lost"):
+    """What a shard lost with a worker. If it is one request, `body` is its fingerprint and `key`
+    its API key's digest; `lost_with` is the instance that it was lost with before, in company."""
+
+    life: int
+    num_requests: int = 0
+    body: bytes = b""
+    key: bytes = b""
+    lost_with: int | None = None
+
+
+class Verdict(Frame, tag="vdct"):
+    """What a worker's death means: `is_excused` if a request is to blame, rather than the model;
+    `is_pinned` if only one was lost. If the core `awaits_answer`, it wants to hear of the next
+    answer of any worker."""
+
+    life: int
+    is_excused: bool
+    is_pinned: bool
+    awaits_answer: bool
+
+
+class SetQuarantine(Frame, tag="qtn"):
+    """The ends of all quarantines of a model, by fingerprint and by API key."""
+
+    bodies: dict[bytes, float]
+    keys: dict[bytes, float]
+
+
 ToWorker = LoadModel | Enclosed | MapSlab | Dispatch | Release | Stop
 FromWorker = WorkerReady | StartFailed | Done | BatchFailed | Leaving
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Ask | Forward | Pong

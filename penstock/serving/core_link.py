@@ -1,0 +1,64 @@
+"""How the core and a shard talk about one model.
+
+The core has the model's workers (`ModelHost`), a shard has its requests (`Model`). With one shard,
+both are on one event loop and call each other directly. Messages are frames of `wire.frames`, so
+shards in processes of their own can send them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.serving.worker_link import Send
+from penstock.wire import frames
+
+
+class ModelPart(Protocol):
+    """A shard's part of a model, as the core calls it."""
+
+    def open_model(self, proved: frames.ModelProved) -> None:
+        """Accept requests from now on."""
+
+    def load_failed(self, problems: Sequence[str]) -> None: ...
+
+    def attach(self, life: int) -> tuple[int, ...]:
+        """Return the descriptors that a worker needs before it loads."""
+
+    def set_worker(self, worker: frames.SetWorker, send: Send) -> None: ...
+
+    def answered(self, index: int, frame: frames.Done | frames.BatchFailed) -> None: ...
+
+    def died(self, died: frames.Died) -> None:
+        """Answer with `CoreLink.lost`; `verdict` follows."""
+
+    def verdict(self, verdict: frames.Verdict) -> None: ...
+
+    def set_quarantine(self, quarantine: frames.SetQuarantine) -> None: ...
+
+    def set_reason(self, reason: str) -> None:
+        """Note why the last worker ended."""
+
+    def detach(self, life: int) -> None:
+        """Release what `attach` made: the worker is gone."""
+
+    def tick(self) -> None:
+        """Do periodic work."""
+
+
+class CoreLink(Protocol):
+    """The core, as a shard's part of a model calls it."""
+
+    def lost(self, lost: frames.Lost) -> None: ...
+
+    def answered(self) -> None:
+        """Report the first answer since a death with which requests were lost."""
+
+    def may_try(self, is_patient: bool) -> bool:
+        """Return whether a suspect may run now, which may kill its worker."""
+
+    def hung(self, index: int, life: int) -> None:
+        """Report that a worker takes too long over a batch."""
+
+    def left(self, index: int, life: int) -> None:
+        """Report that a leaving worker has answered everything."""
