@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import Overloaded, PenstockError
-from penstock.processes.channel import socket_pair
+from penstock.processes.channel import Channel, socket_pair
 from penstock.serving.batcher import Batcher
 from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.worker import Channel, Worker
+from penstock.serving.worker import Worker
 from penstock.system.devices import Gpu
 from penstock.types import Request, Response, to_array
 
@@ -93,7 +92,7 @@ class PuppetLife:
 
     @property
     def has_work(self) -> bool:
-        return self.is_alive and bool(select.select([self._theirs], [], [], 0)[0])
+        return self.is_alive and self._worker.has_work
 
     def step(self) -> None:
         if self.has_work and not self._worker.step():

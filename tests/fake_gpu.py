@@ -45,6 +45,8 @@ class FakeGpu:
         self.waited: list[int] = []
         self.pinned_bytes: list[int] = []
         self.allocated: list[int] = []
+        # Pinned buffers that were made, for answers and for inputs that are not pinned.
+        self.num_pinned = 0
         # Of the worker, and of the GPU; what a look at its memory says.
         self.use = Use(0, 0, 1 << 40)
         self.num_shrinks = 0
@@ -95,11 +97,15 @@ class FakeGpu:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
+        self.num_pinned += 1
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
     def pin(self, memory: memoryview) -> bool:
         self.pinned_bytes.append(memory.nbytes)
         return self.may_pin
+
+    def unpin(self, memory: memoryview) -> None:
+        self.pinned_bytes.remove(memory.nbytes)
 
     def memory(self) -> Use:
         return self.use

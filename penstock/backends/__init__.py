@@ -8,9 +8,11 @@ leak there. `tests/suites/backend.py` is the contract as tests; a new backend in
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+import numpy as np
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
@@ -54,6 +56,32 @@ class BatchRequest(Protocol):
         """Length of its padded axes without padding; 0: nothing is padded."""
 
 
+class JoinedRows(Mapping[str, Array]):
+    """Inputs whose rows are in several pieces of memory. Each input is joined when it is read for
+    the first time."""
+
+    def __init__(self, pieces: Sequence[Mapping[str, Array]]) -> None:
+        self._pieces = pieces
+        self._joined: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._joined:
+            joined = np.concatenate([piece[name] for piece in self._pieces])
+            if joined.dtype != np.object_:
+                joined.flags.writeable = False
+            self._joined[name] = joined
+        return self._joined[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces[0])
+
+    def __len__(self) -> int:
+        return len(self._pieces[0])
+
+
 @dataclass(slots=True)
 class Batch:
     """Stacked inputs by name. The arrays are read-only views, valid until `wait` is exhausted."""
@@ -61,6 +89,33 @@ class Batch:
     inputs: Mapping[str, Array]
     num_rows: int
     requests: Sequence[BatchRequest] = ()
+    # Runs of rows, in order, that `inputs` joins when they are read; empty: `inputs` are in one
+    # piece. A runner that copies its inputs anyway copies them from here.
+    pieces: Sequence[Mapping[str, Array]] = ()
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Sequence[Mapping[str, Array]],
+        num_rows: int,
+        requests: Sequence[BatchRequest] = (),
+    ) -> Batch:
+        """Return the batch of one or more pieces."""
+        if len(pieces) == 1:
+            return cls(pieces[0], num_rows, requests)
+        return cls(JoinedRows(pieces), num_rows, requests, pieces)
+
+    @property
+    def all_pieces(self) -> Sequence[Mapping[str, Array]]:
+        return self.pieces or (self.inputs,)
+
+    def without(self, names: Collection[str]) -> Batch:
+        """Return the batch without these inputs."""
+        pieces = [
+            {name: values for name, values in piece.items() if name not in names}
+            for piece in self.all_pieces
+        ]
+        return Batch.of(pieces, self.num_rows, self.requests)
 
     def by_request(self, answers: Sequence[T]) -> list[Sequence[T]]:
         """Return the answers to the rows of each request; all together without `requests`."""
@@ -129,8 +184,11 @@ class Runner:
         """Free what the model holds."""
 
     def pin(self, memory: memoryview) -> None:
-        """Register (pin) memory that will hold batches for the lifetime of the runner, if its
+        """Register (pin) memory that will hold batches until it is unpinned, if the runner's
         device copies from such memory."""
+
+    def unpin(self, memory: memoryview) -> None:
+        """Undo `pin`, before the memory goes away. No batch uses it any more."""
 
     def rehearsals(self, batch: Batch) -> Iterable[Batch]:
         """Return the batches to warm up with, the slowest one last; `batch` is zeros of a shape."""

@@ -202,8 +202,7 @@ class Headed(Runner):
     def start(self, batch: Batch) -> Execution:
         inputs, hidden = batch.inputs, self._not_for_network
         if hidden:
-            kept = {name: values for name, values in inputs.items() if name not in hidden}
-            batch = Batch(kept, batch.num_rows, batch.requests)
+            batch = batch.without(hidden)
         return HeadedExecution(self.inner.start(batch), self._head, inputs)
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class OnnxRunner(Runner):
         return read_settings(self._session) | fallback
 
     def start(self, batch: Batch) -> Execution:
-        feeds = batch.inputs
+        feeds = dict(batch.inputs)
         try:
             if self._has_bf16:
                 return Finished(self._run_with_ort_values(feeds))

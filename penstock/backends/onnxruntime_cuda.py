@@ -227,17 +227,23 @@ class OnnxCudaRunner(Runner):
         return built
 
     def start(self, batch: Batch) -> Execution:
-        tensors = {name: self._view(name, alias(array)) for name, array in batch.inputs.items()}
+        pieces = [
+            {name: self._view(name, alias(array)) for name, array in piece.items()}
+            for piece in batch.all_pieces
+        ]
         num_rows = batch.num_rows if self._config.max_batch_size else None
         num_run = rows_to_run(self._config, self._rungs, batch)
         try:
             with torch.inference_mode():
-                return self.pipeline.start(tensors, num_rows, num_run)
+                return self.pipeline.start(pieces, num_rows, num_run)
         except Exception as error:  # The library raises its own types and plain Exception.
             raise BackendFailed(shown_error(error, self._config)) from error
 
     def pin(self, memory: memoryview) -> None:
         self.pipeline.pin(memory)
+
+    def unpin(self, memory: memoryview) -> None:
+        self.pipeline.unpin(memory)
 
     def settle(self) -> None:
         # Other threads wait for batches from now on, and the library's capture does not allow that.

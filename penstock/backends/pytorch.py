@@ -267,16 +267,19 @@ class TorchRunner(Runner):
         given = self._variable(batch)
         with torch.inference_mode():
             if self.pipeline is not None:
-                inputs = {name: self._view(name, alias(a)) for name, a in given.items()}
+                pieces = [
+                    {name: self._view(name, alias(array)) for name, array in piece.items()}
+                    for piece in given.all_pieces
+                ]
                 num_rows = batch.num_rows if self._config.max_batch_size else None
                 num_run = rows_to_run(self._config, self._rungs, batch)
                 self._num_tokens = self._token_budget(batch, num_run)
-                return self.pipeline.start(inputs, num_rows, num_run, self._num_tokens)
+                return self.pipeline.start(pieces, num_rows, num_run, self._num_tokens)
             # Copy: a module may write to its inputs, and a batch may have to run again. It costs
             # one pass over the memory, of which a model makes many.
             inputs = {
                 name: self._view(name, torch.from_numpy(array.copy()))
-                for name, array in given.items()
+                for name, array in given.inputs.items()
             }
             self._num_tokens = self._token_budget(batch, batch.num_rows)
             values = self._compute(inputs)
@@ -300,6 +303,10 @@ class TorchRunner(Runner):
     def pin(self, memory: memoryview) -> None:
         if self.pipeline is not None:
             self.pipeline.pin(memory)
+
+    def unpin(self, memory: memoryview) -> None:
+        if self.pipeline is not None:
+            self.pipeline.unpin(memory)
 
     def settle(self) -> None:
         for chooser in self._choosers:
@@ -343,19 +350,19 @@ class TorchRunner(Runner):
     def _with_fixed(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return {name: self._loaded.fixed.get(name, array) for name, array in inputs.items()}
 
-    def _variable(self, batch: Batch) -> Mapping[str, Array]:
-        """Return the inputs that the module takes. Raise BackendFailed if one that is fixed has
-        another value."""
+    def _variable(self, batch: Batch) -> Batch:
+        """Return the batch of what the module takes. Raise BackendFailed if an input that is fixed
+        has another value."""
         fixed = self._loaded.fixed
         if not fixed:
-            return batch.inputs
+            return batch
         for name, value in fixed.items():
             got = batch.inputs.get(name, value)
             if not np.array_equal(got, value):
                 why = "the model was loaded for that value (parameters.penstock.fixed_inputs)"
                 expected = f"{got.tolist()}, expected {value.tolist()}"
                 raise BackendFailed(f"input '{name}': {expected}: {why}")
-        return {name: array for name, array in batch.inputs.items() if name not in fixed}
+        return batch.without(fixed)
 
     def _token_budget(self, batch: Batch, num_run: int) -> int:
         """Return the token count to run a packed model's batch as; 0 for other models."""

@@ -24,9 +24,10 @@ def rows_to_run(config: ModelConfig, rungs: Sequence[int], batch: Batch) -> int:
     padding = config.padding
     if padding is None or config.batching.max_tokens is None:
         return rung
-    # An optional input may be missing.
-    axes = [each for each in padding.axes if each.input in batch.inputs]
-    lengths = [batch.inputs[each.input].shape[1 + each.axis] for each in axes]
+    # An optional input may be missing. All pieces have the same row shapes.
+    inputs = batch.all_pieces[0]
+    axes = [each for each in padding.axes if each.input in inputs]
+    lengths = [inputs[each.input].shape[1 + each.axis] for each in axes]
     # At most the token budget, which is warmed up as well.
     most = config.max_rows(max(lengths, default=1))
     return max(batch.num_rows, min(rung, most))

@@ -15,7 +15,8 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -47,6 +48,9 @@ LOOK_EVERY = 256
 CUDA_SUCCESS = 0
 PORTABLE = 1
 NOT_WATCHED = contextlib.nullcontext()
+# Pieces of inputs that are smaller than this are joined in pinned memory: the copies there take
+# less time than as many launches.
+MIN_PIECE_BYTES = 64 << 10
 
 
 class Cuda:
@@ -109,8 +113,7 @@ class Cuda:
 
     def pin(self, memory: memoryview) -> bool:
         """Pin this memory; return False if that is refused."""
-        address = np.frombuffer(memory, np.uint8).ctypes.data
-        status = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, PORTABLE)
+        status = torch.cuda.cudart().cudaHostRegister(address_of(memory), memory.nbytes, PORTABLE)
         if int(status) == CUDA_SUCCESS:
             return True
         # Clear the runtime's last error, which the next kernel launch would take for its own.
@@ -118,6 +121,10 @@ class Cuda:
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
         return False
+
+    def unpin(self, memory: memoryview) -> None:
+        """Undo `pin`; nothing on the device reads the memory any more."""
+        torch.cuda.cudart().cudaHostUnregister(address_of(memory))
 
     def is_lost(self) -> bool:
         """Return whether an error has made the device unusable for this process."""
@@ -164,6 +171,34 @@ def has_ranges(option: str) -> bool:
     """Return whether batches show as NVTX ranges: if that is `on`, or not `off` and a tool that
     shows them watches this process."""
     return option == "on" or (option != "off" and any(name in os.environ for name in WATCHERS))
+
+
+class PinnedRanges:
+    """Addresses of the memory that is pinned; looked up for every batch, without the driver."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, memory: memoryview) -> None:
+        start = address_of(memory)
+        index = bisect_right(self._starts, start)
+        self._starts.insert(index, start)
+        self._ends.insert(index, start + memory.nbytes)
+
+    def remove(self, memory: memoryview) -> bool:
+        """Forget the memory; return whether it was pinned."""
+        start = address_of(memory)
+        if start not in self._starts:
+            return False
+        index = self._starts.index(start)
+        del self._starts[index], self._ends[index]
+        return True
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        start = tensor.data_ptr()
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and start + tensor.nbytes <= self._ends[index]
 
 
 class Arena:
@@ -259,17 +294,23 @@ class Pipeline:
     _slots: list[Slot] = field(default_factory=list)
     _turn: int = 0
     _is_pinned: bool | None = None
+    _pinned_ranges: PinnedRanges = field(default_factory=PinnedRanges)
     guard: Guard = field(default_factory=Guard)
     # Why a new worker should replace this one.
     restart_reason: str = ""
     num_shrinks: int = 0
 
     def start(
-        self, inputs: Tensors | DeviceInputs, num_rows: int | None, num_run: int, variant: int = 0
+        self,
+        inputs: Sequence[Tensors] | DeviceInputs,
+        num_rows: int | None,
+        num_run: int,
+        variant: int = 0,
     ) -> Running:
-        """Launch a batch of `num_rows` rows from host memory, padded to `num_run` (None: no batch
-        dimension, no padding). Computations that differ for the same shapes are variants, each with
-        its own graphs. Out of memory, a batch is retried once, after unused memory is freed."""
+        """Launch a batch of `num_rows` rows from host memory, in one or more pieces, padded to
+        `num_run` (None: no batch dimension, one piece, no padding). Computations that differ for
+        the same shapes are variants, each with its own graphs. Out of memory, a batch is retried
+        once, after unused memory is freed."""
         slot, stream = self._next_slot()
         try:
             with self._range(f"batch of {num_run} on slot {self._turn % self.num_slots}"):
@@ -319,7 +360,7 @@ class Pipeline:
         self,
         slot: Slot,
         stream: int,
-        inputs: Tensors | DeviceInputs,
+        inputs: Sequence[Tensors] | DeviceInputs,
         counts: tuple[int | None, int],
         variant: int,
     ) -> Running:
@@ -327,7 +368,7 @@ class Pipeline:
         device = self.device
         began = device.mark("in")
         with device.lane("in"), self._range("copy in"):
-            if isinstance(inputs, Mapping):
+            if isinstance(inputs, Sequence):
                 there = self._copy_in(slot, inputs, num_rows, num_run)
             else:
                 there = inputs.write(slot.inputs, num_run)
@@ -370,6 +411,12 @@ class Pipeline:
 
     def pin(self, memory: memoryview) -> None:
         self._is_pinned = self.device.pin(memory)
+        if self._is_pinned:
+            self._pinned_ranges.add(memory)
+
+    def unpin(self, memory: memoryview) -> None:
+        if self._pinned_ranges.remove(memory):
+            self.device.unpin(memory)
 
     def facts(self) -> dict[str, str]:
         facts = {"slots": str(self.num_slots), "stream_priority": self.device.priority}
@@ -399,27 +446,30 @@ class Pipeline:
         place = self._turn % self.num_slots
         return self._slots[place], place % self.num_streams
 
-    def _copy_in(self, slot: Slot, inputs: Tensors, num_rows: int | None, num_run: int) -> Tensors:
-        if num_rows is None or num_rows == num_run:
-            num_rows = None
-            forms = _forms(inputs)
-        else:
-            forms = {n: (each.dtype, (num_run, *each.shape[1:])) for n, each in inputs.items()}
-        there = slot.inputs.take(forms)
-        for name, each in self._pinned(slot, inputs).items():
-            there[name][:num_rows].copy_(each, non_blocking=True)
-            if num_rows is not None:
-                there[name][num_rows:] = 0 if self.has_empty_rows else there[name][num_rows - 1]
+    def _copy_in(
+        self, slot: Slot, pieces: Sequence[Tensors], num_rows: int | None, num_run: int
+    ) -> Tensors:
+        there = slot.inputs.take(_forms(pieces[0], None if num_rows is None else num_run))
+        for target, source in _targets(there, self._pinned(slot, pieces, num_rows)):
+            target.copy_(source, non_blocking=True)
+        if num_rows is not None and num_rows < num_run:
+            for each in there.values():
+                each[num_rows:] = 0 if self.has_empty_rows else each[num_rows - 1]
         return there
 
-    def _pinned(self, slot: Slot, inputs: Tensors) -> Tensors:
-        """Return the inputs if they are pinned; else copies in the slot's pinned memory."""
-        if all(each.is_pinned() for each in inputs.values()):
-            return inputs
-        staged = slot.staged.take(_forms(inputs))
-        for name, each in inputs.items():
-            staged[name].copy_(each)
-        return staged
+    def _pinned(
+        self, slot: Slot, pieces: Sequence[Tensors], num_rows: int | None
+    ) -> Sequence[Tensors]:
+        """Return the pieces if they are pinned, and not many small ones; else a copy of all in the
+        slot's pinned memory."""
+        holds = self._pinned_ranges.holds
+        is_worth = len(pieces) == 1 or _nbytes(pieces) >= MIN_PIECE_BYTES * len(pieces)
+        if is_worth and all(holds(each) for piece in pieces for each in piece.values()):
+            return pieces
+        staged = slot.staged.take(_forms(pieces[0], num_rows))
+        for target, source in _targets(staged, pieces):
+            target.copy_(source)
+        return (staged,)
 
     def _run(self, inputs: Tensors, variant: int, stream: int) -> Tensors:
         if not self.is_captured:
@@ -500,8 +550,37 @@ def _shapes(inputs: Tensors, variant: int) -> tuple[object, ...]:
     return variant, *((name, tuple(each.shape)) for name, each in inputs.items())
 
 
-def _forms(tensors: Tensors) -> dict[str, tuple[torch.dtype, Sequence[int]]]:
-    return {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+def _forms(
+    tensors: Tensors, num_rows: int | None = None
+) -> dict[str, tuple[torch.dtype, Sequence[int]]]:
+    """Return types and shapes; with this number of rows, if it is given."""
+    if num_rows is None:
+        return {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    return {name: (each.dtype, (num_rows, *each.shape[1:])) for name, each in tensors.items()}
+
+
+def _targets(
+    whole: Tensors, pieces: Sequence[Tensors]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each tensor of each piece after its place in `whole`."""
+    for name, each in whole.items():
+        if len(pieces) == 1 and pieces[0][name].shape == each.shape:
+            yield each, pieces[0][name]
+            continue
+        row = 0
+        for piece in pieces:
+            end = row + len(piece[name])
+            yield each[row:end], piece[name]
+            row = end
+
+
+def _nbytes(pieces: Sequence[Tensors]) -> int:
+    return sum(each.nbytes for piece in pieces for each in piece.values())
+
+
+def address_of(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).ctypes.data
+    return address
 
 
 def to_array(tensor: torch.Tensor) -> Array:

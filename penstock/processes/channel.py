@@ -5,7 +5,9 @@ One datagram is one frame. Knows nothing of their content.
 
 from __future__ import annotations
 
+import array
 import asyncio
+import errno
 import mmap
 import os
 import socket
@@ -17,6 +19,8 @@ from penstock.wire.frames import MAX_FRAME_BYTES
 SOCKET_BUFFER_BYTES = 4 << 20
 # Datagrams read per turn of the loop, so that a busy process does not starve others.
 MAX_TURN_DATAGRAMS = 16
+# Limit on the descriptors of one datagram.
+MAX_FDS = 3
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -26,6 +30,11 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     ours.setblocking(False)
     return ours, theirs
+
+
+def make_buffer() -> memoryview:
+    """Return room for one datagram. Mapped, not allocated: only touched pages cost memory."""
+    return memoryview(mmap.mmap(-1, MAX_FRAME_BYTES))
 
 
 class Datagrams:
@@ -39,14 +48,19 @@ class Datagrams:
         sock: socket.socket,
         received: Callable[[memoryview], object],
         lost: Callable[[], None],
+        takes_fds: bool = False,
+        buffer: memoryview | None = None,
     ) -> None:
+        """With `takes_fds`, `received` finds the descriptors of its datagram in `fds`, and closes
+        them. `buffer` was made by `make_buffer` before."""
         self._loop = loop
         self._sock = sock
         self._received = received
         self._lost = lost
+        self._takes_fds = takes_fds
+        self.fds: list[int] = []
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
-        # Mapped, not allocated: only touched pages cost memory.
-        self._view = memoryview(mmap.mmap(-1, MAX_FRAME_BYTES))
+        self._view = make_buffer() if buffer is None else buffer
         loop.add_reader(sock.fileno(), self.read)
 
     @property
@@ -59,11 +73,12 @@ class Datagrams:
         num_read = 0
         while True:
             try:
-                size = self._sock.recv_into(self._view)
+                size = self._receive()
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                size = 0
+                # The other end closed without reading all. What it sent before is still here.
+                continue
             if size == 0:
                 self._loop.remove_reader(self._sock.fileno())
                 self._lost()
@@ -72,6 +87,19 @@ class Datagrams:
             may_wait = self._received(self._view[:size]) or num_read >= MAX_TURN_DATAGRAMS
             if may_wait and not reads_all:
                 return
+
+    def _receive(self) -> int:
+        if not self._takes_fds:
+            return self._sock.recv_into(self._view)
+        space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+        size, ancillary, _, _ = self._sock.recvmsg_into([self._view], space)
+        self.fds = []
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                self.fds.extend(received)
+        return size
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send now, or when the socket has room. The caller may close `fds` afterwards."""
@@ -107,6 +135,45 @@ class Datagrams:
         except (BrokenPipeError, ConnectionResetError):
             pass
         return True
+
+
+class Channel:
+    """One end of a socket pair in a process without an event loop: blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._view = make_buffer()
+        self._fd_space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def receive(self) -> tuple[memoryview, list[int]] | None:
+        """Return the next datagram, valid until the one after it, and its descriptors; None when
+        the other end has closed."""
+        try:
+            size, ancillary, _, _ = self._sock.recvmsg_into([self._view], self._fd_space)
+        except ConnectionResetError:
+            # The other end closed without reading all. What it sent before is still here.
+            return self.receive()
+        if size == 0:
+            return None
+        fds: list[int] = []
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                fds.extend(received)
+        return self._view[:size], fds
+
+    def send(self, data: bytes) -> None:
+        """Send a datagram; OSError if it is too large or the other end has closed."""
+        if len(data) > MAX_FRAME_BYTES:
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        self._sock.send(data)
+
+    def close(self) -> None:
+        self._sock.close()
 
 
 def _duplicate(fds: Sequence[int]) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ shards in processes of their own can send them.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.serving.worker_link import Send
 from penstock.wire import frames
 
 
@@ -22,12 +22,8 @@ class ModelPart(Protocol):
 
     def load_failed(self, problems: Sequence[str]) -> None: ...
 
-    def attach(self, life: int) -> tuple[int, ...]:
-        """Return the descriptors that a worker needs before it loads."""
-
-    def set_worker(self, worker: frames.SetWorker, send: Send) -> None: ...
-
-    def answered(self, index: int, frame: frames.Done | frames.BatchFailed) -> None: ...
+    def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
+        """Use a ready worker; takes over the socket to it."""
 
     def died(self, died: frames.Died) -> None:
         """Answer with `CoreLink.lost`; `verdict` follows."""
@@ -39,8 +35,8 @@ class ModelPart(Protocol):
     def set_reason(self, reason: str) -> None:
         """Note why the last worker ended."""
 
-    def detach(self, life: int) -> None:
-        """Release what `attach` made: the worker is gone."""
+    def may_try(self) -> None:
+        """A suspect may run now; see `CoreLink.may_try`."""
 
     def tick(self) -> None:
         """Do periodic work."""
@@ -55,7 +51,11 @@ class CoreLink(Protocol):
         """Report the first answer since a death with which requests were lost."""
 
     def may_try(self, is_patient: bool) -> bool:
-        """Return whether a suspect may run now, which may kill its worker."""
+        """Return whether a suspect may run now, which may kill its worker. If not, the core calls
+        `ModelPart.may_try` when it may. Only one part may at a time, until its `tried`."""
+
+    def tried(self) -> None:
+        """Report that a suspect has ended, or that there is none any more."""
 
     def hung(self, index: int, life: int) -> None:
         """Report that a worker takes too long over a batch."""

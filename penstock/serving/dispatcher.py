@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
+from functools import partial
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.batches import HangLimits, RunningBatch
@@ -19,8 +21,8 @@ from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
-from penstock.serving.slab import Segment, Slab
-from penstock.serving.worker_link import Send, WorkerLink
+from penstock.serving.worker_link import WorkerLink
+from penstock.serving.worker_place import WorkerPlace
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -34,7 +36,7 @@ SUSPECT_PATIENCE_S = 30.0
 
 class Dispatcher:
     """Invariant: an admitted request is in the queue, in exactly one RunningBatch, or done.
-    `workers` are the links, one for each place; `_lost` are the batches of dead workers, by life,
+    `workers` are the places for them; `_lost` are the batches of dead workers, by life,
     until the core has judged the death."""
 
     def __init__(
@@ -49,10 +51,12 @@ class Dispatcher:
         self._name = context.config.name
         self._core = core
         places = enumerate(context.config.workers)
-        self.workers = [WorkerLink(index, num_slots) for index, (_, num_slots) in places]
+        self.workers = [WorkerPlace(index, num_slots) for index, (_, num_slots) in places]
         self._lost: dict[int, tuple[frames.Died, list[RunningBatch]]] = {}
         # Whether the core waits for an answer after a death.
         self._reports_answer = False
+        # Whether the core lets this model, of those in all shards, run suspects.
+        self._holds_try = False
         self._queue = queue
         self._memory = memory
         self._replies = replies
@@ -63,7 +67,7 @@ class Dispatcher:
         self.hang_limits = HangLimits(context.config.hang_s)
         self._most_slots = max(each.num_slots for each in self.workers)
         self._batch_ids = itertools.count(1)
-        self._num_slabs_mapped = 0
+        self._num_slabs = 0
         self._is_pump_due = False
         self._is_answering = False
         self._last_num_requests = 0
@@ -120,6 +124,8 @@ class Dispatcher:
         self._queue.expire(now)
         if self._queue.suspects:
             self._try_suspects(now)
+        elif self._holds_try:
+            self._end_try()
         has_idle = self._fill_workers(now)
         self._arm_timer(now, only_expiry=not has_idle)
         if self._idle_waiters:
@@ -143,7 +149,7 @@ class Dispatcher:
                         break
         return False
 
-    def _takes_batch(self, worker: WorkerLink) -> bool:
+    def _takes_batch(self, worker: WorkerPlace) -> bool:
         """Whether the worker may take another batch. A rerun is alone, to attribute a crash."""
         if not worker.is_idle:
             return False
@@ -164,11 +170,21 @@ class Dispatcher:
 
     def _may_try_suspect(self) -> bool:
         """Whether a suspect may run now: one at a time, and only while a worker can be spared."""
-        for each in self.workers:
-            if each.is_ready and any(batch.closed_by == "rerun" for batch in each.batches):
-                return False
+        if self._runs_alone():
+            return False
         waited_s = self._clock() - self._queue.tried_suspect_at
-        return self._core.may_try(waited_s < SUSPECT_PATIENCE_S)
+        self._holds_try = self._core.may_try(waited_s < SUSPECT_PATIENCE_S)
+        return self._holds_try
+
+    def _runs_alone(self) -> bool:
+        """Whether a rerun or a suspect is with a worker."""
+        return any(batch.closed_by == "rerun" for each in self.workers for batch in each.batches)
+
+    def _end_try(self) -> None:
+        """Let other shards run suspects, once this one has none."""
+        if not self._runs_alone():
+            self._holds_try = False
+            self._core.tried()
 
     def _arm_timer(self, now: float, only_expiry: bool) -> None:
         if self._timer is not None:
@@ -179,7 +195,7 @@ class Dispatcher:
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
-    def _dispatch(self, worker: WorkerLink, requests: list[Request], now: float) -> bool:
+    def _dispatch(self, worker: WorkerPlace, requests: list[Request], now: float) -> bool:
         """Send a batch to a worker. False if shared memory is full: the batch is queued again
         until one in flight is answered."""
         batch = RunningBatch(next(self._batch_ids), requests, now)
@@ -214,12 +230,18 @@ class Dispatcher:
         worker.batches.append(batch)
         self._saturation.note(not any(each.is_idle for each in self.workers), now)
         self._last_num_requests = len(batch.requests)
-        while self._num_slabs_mapped < len(self._memory.slabs):
-            for each in self.workers:
-                each.send(*_map_slab(self._memory.slabs[self._num_slabs_mapped]))
-            self._num_slabs_mapped += 1
-        worker.send(data)
+        if self._num_slabs < len(self._memory.slabs):
+            self._map_slabs()
+        assert worker.link is not None, "it is idle"
+        worker.link.send(data)
         return True
+
+    def _map_slabs(self) -> None:
+        """Map new slabs in all workers, before one of them needs it."""
+        for each in self.workers:
+            if each.link is not None:
+                each.link.map_slabs(self._memory.slabs)
+        self._num_slabs = len(self._memory.slabs)
 
     def _halve(self, batch: RunningBatch) -> list[Request]:
         """Queue the second half of a batch whose frame is too long again; return the first."""
@@ -236,8 +258,20 @@ class Dispatcher:
         for request in batch.requests:
             self._replies.fail(request, error, reason)
 
-    def answered(self, worker: WorkerLink, frame: frames.Done | frames.BatchFailed) -> None:
-        """Handle a worker's answer to a batch."""
+    def _receive(self, worker: WorkerPlace, data: memoryview) -> bool:
+        """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
+        pending then; the next loop iteration reads what is."""
+        frame = frames.decode_worker_to_shard(data)
+        if isinstance(frame, frames.Leaving):
+            worker.is_leaving = True
+            self._let_go(worker)
+            return False
+        if isinstance(frame, frames.Claim):
+            return False
+        self._answered(worker, frame)
+        return True
+
+    def _answered(self, worker: WorkerPlace, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched
         # before the worker has its output spill back.
         self._is_answering = True
@@ -253,7 +287,7 @@ class Dispatcher:
                 if isinstance(frame, frames.Done):
                     self._deliver(worker, batch, frame, now)
                 else:
-                    self._fail(batch, frame.error, now)
+                    self._fail(batch, frame, now)
         finally:
             self._is_answering = False
         self.pump_if_waiting()
@@ -262,38 +296,41 @@ class Dispatcher:
         if worker.is_leaving:
             self._let_go(worker)
 
-    def _let_go(self, worker: WorkerLink) -> None:
+    def _let_go(self, worker: WorkerPlace) -> None:
         """Tell the core that a leaving worker has answered everything."""
         if worker.is_leaving and not worker.batches:
             self._core.left(worker.index, worker.life)
 
     def _deliver(
-        self, worker: WorkerLink, batch: RunningBatch, frame: frames.Done, now: float
+        self, worker: WorkerPlace, batch: RunningBatch, frame: frames.Done, now: float
     ) -> None:
-        self.hang_limits.note(batch.num_rows, now - batch.started)
+        # Of a merged batch, all of it took this long.
+        num_rows = frame.total_rows or batch.num_rows
+        self.hang_limits.note(num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
-        size = batch.num_tokens or batch.num_rows
+        size = frame.total_tokens or batch.num_tokens or num_rows
         self._queue.batcher.observe(geometry, size, batch.started, now)
         extents = frame.outputs
         if not extents:
             # Dispatch the next batch first: the worker computes while this loop encodes. Not while
             # the worker's spill still holds this answer.
             self.pump_if_waiting()
-        answered = self._replies.deliver(batch, frame, worker.output_spill, now)
+        assert worker.link is not None, "its answer came on it"
+        answered = self._replies.deliver(batch, frame, worker.link.output_spill, now)
         self._memory.release_batch(batch)
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
-            worker.send(frames.encode(frames.Release(offsets)))
-        self._replies.count(batch, answered, now)
+            worker.link.send(frames.encode(frames.Release(offsets)))
+        self._replies.count(batch, answered, now, num_rows if frame.is_first else 0)
 
-    def _fail(self, batch: RunningBatch, text: str, now: float) -> None:
+    def _fail(self, batch: RunningBatch, frame: frames.BatchFailed, now: float) -> None:
         """Handle an exception of the model. To find the culprit, each request runs again alone."""
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the model failed")
-        if len(batch.requests) > 1:
+        if len(batch.requests) > 1 or frame.is_merged:
             self._rerun(batch)
         else:
-            self._abandon(batch, BackendFailed(text), "BACKEND")
+            self._abandon(batch, BackendFailed(frame.error), "BACKEND")
 
     def _rerun(self, batch: RunningBatch) -> None:
         """Queue each request of the batch to run again alone."""
@@ -305,23 +342,19 @@ class Dispatcher:
             self._queue.rerun(request)
             self._memory.requeued(request)
 
-    def set_worker(self, worker: frames.SetWorker, send: Send, output_spill: Segment) -> None:
-        """Use the ready worker of a place from now on."""
-        link = self.workers[worker.index]
-        link.open(worker.life, send, output_spill)
-        for slab in self._memory.slabs[: self._num_slabs_mapped]:
-            link.send(*_map_slab(slab))
-
-    def set_leaving(self, index: int) -> None:
-        link = self.workers[index]
-        link.is_leaving = True
-        self._let_go(link)
+    def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
+        """Use the ready worker of a place from now on, and give it the memory of this shard."""
+        place = self.workers[worker.index]
+        received = partial(self._receive, place)
+        link = WorkerLink(self._loop, sock, received, self._memory.input_spill)
+        place.open(worker.life, link)
+        link.map_slabs(self._memory.slabs)
 
     def died(self, died: frames.Died) -> None:
         """Keep the batches of a dead worker, and tell the core about them. If it is one request, it
         may be to blame."""
-        link = self.workers[died.index]
-        batches, link.batches = link.batches, []
+        place = self.workers[died.index]
+        batches, place.batches = place.batches, []
         self._saturation.note(not any(each.is_idle for each in self.workers), self._clock())
         self._lost[died.life] = died, batches
         requests = [request for batch in batches for request in batch.requests]
@@ -361,8 +394,3 @@ class Dispatcher:
         for request in batch.requests:
             request.num_deaths += 1
         self._rerun(batch)
-
-
-def _map_slab(slab: Slab) -> tuple[bytes, tuple[int, ...]]:
-    """Return the frame that maps a slab, and its descriptors."""
-    return frames.encode(frames.MapSlab(slab.id, slab.seg.nbytes)), (slab.seg.fd,)

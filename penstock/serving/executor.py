@@ -1,7 +1,8 @@
 """Runs the batches of one model in place in shared memory: rows of slabs in, rows of slabs out.
 
-The worker's part that knows Runner and memory but neither frames' order nor the socket. Tensors
-without rows are in the spill (`worker_spill`).
+The worker's part that knows Runner and memory but neither frames' order nor the sockets. A batch
+has a part of each shard that it is made of (`shard_link`). Tensors without rows are in the spill
+(`worker_spill`).
 """
 
 from __future__ import annotations
@@ -9,78 +10,47 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
-from penstock.serving.plan import column_bytes, fixed_outputs
-from penstock.serving.slab import Layout, Segment
-from penstock.serving.worker_spill import Values, WorkerSpill, split
+from penstock.serving.shard_link import ShardLink, ShardMemory
+from penstock.serving.worker_spill import Spilled, Values, split
 from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
 from penstock.wire import frames
 
-MAX_VIEWS = 256
 # Limit on the text of one error, to fit a frame.
 MAX_ERROR_CHARS = 4096
 log = logging.getLogger("penstock.worker")
 
 
-class WorkerMemory:
-    """The worker's view of shared memory: slab columns, and the spill."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one shard gives to a batch."""
 
-    def __init__(self, config: ModelConfig, spill_bytes: int, fds: Sequence[int]) -> None:
-        self._config = config
-        self.spill = WorkerSpill(spill_bytes, fds)
-        self._slabs: dict[int, Segment] = {}
-        self._views: dict[object, list[Array]] = {}
-        self._columns = [*config.inputs, *fixed_outputs(config)]
+    link: ShardLink
+    frame: frames.Dispatch
+    num_rows: int
 
-    def map_slab(self, slab: int, nbytes: int, fd: int) -> memoryview:
-        self._slabs[slab] = segment = Segment(nbytes, fd)
-        return segment.view
+    @classmethod
+    def of(cls, link: ShardLink, frame: frames.Dispatch) -> Part:
+        if frame.runs:
+            return cls(link, frame, sum([run.count for run in frame.runs]))
+        return cls(link, frame, sum([request.num_rows for request in frame.requests]))
 
-    def columns(self, slab: int, frame: frames.Dispatch) -> list[Array]:
-        """Return each column as an array of all its rows; inputs first, then fixed outputs."""
-        key = (slab, frame.row_shapes, frame.capacity)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= MAX_VIEWS:
-                self._views.clear()
-            views = self._views[key] = self._make_views(slab, frame)
-        return views
-
-    def _make_views(self, slab: int, frame: frames.Dispatch) -> list[Array]:
-        row_shapes = [*frame.row_shapes, *(spec.shape for spec in fixed_outputs(self._config))]
-        layout = Layout.of(column_bytes(self._config, frame.row_shapes), frame.capacity)
-        views: list[Array] = []
-        num_inputs = len(frame.row_shapes)
-        for index, (spec, shape) in enumerate(zip(self._columns, row_shapes, strict=True)):
-            start = layout.offsets[index]
-            raw = self._slabs[slab].view[start : start + layout.row_bytes[index] * frame.capacity]
-            view = np.frombuffer(raw, dtype=DATATYPES[spec.datatype].numpy)
-            view = view.reshape(frame.capacity, *shape)
-            if index < num_inputs:
-                # Inputs are read-only: the batch may have to run again after a crash.
-                view.flags.writeable = False
-            views.append(view)
-        return views
-
-    def close(self) -> None:
-        self._views.clear()
-        self.spill.close()
-        for segment in self._slabs.values():
-            segment.close()
+    @property
+    def memory(self) -> ShardMemory:
+        assert self.link.memory is not None, "a shard says Hello first"
+        return self.link.memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Begun:
     """A batch that the runner has started."""
 
-    frame: frames.Dispatch
+    parts: Sequence[Part]
     batch: Batch
     execution: Execution
     # When the frame was received, and when the inputs were gathered.
@@ -88,26 +58,33 @@ class Begun:
     gathered: float
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The answers of one part are in its memory, or failed."""
+
+    outputs: Spilled = ()
+    errors: Mapping[int, str] | None = None
+    invalid: tuple[int, ...] = ()
+
+
 class BatchExecutor:
     """Runs batches of one model in place in shared memory."""
 
-    def __init__(
-        self, config: ModelConfig, runner: Runner, memory: WorkerMemory, proof: frames.Proof
-    ) -> None:
+    def __init__(self, config: ModelConfig, runner: Runner, proof: frames.Proof) -> None:
         self._config = config
         self.runner = runner
-        self.memory = memory
         self._proof = proof
         self._names = [spec.name for spec in config.inputs]
 
-    def begin(self, frame: frames.Dispatch) -> Begun:
+    def begin(self, parts: Sequence[Part]) -> Begun:
         began = time.perf_counter()
-        batch = self._batch_of_rows(frame) if frame.runs else self.memory.spill.gather(frame)
+        batch = self._gather(parts)
         gathered = time.perf_counter()
-        return Begun(frame, batch, self.runner.start(batch), began, gathered)
+        return Begun(parts, batch, self.runner.start(batch), began, gathered)
 
-    def finish(self, begun: Begun) -> frames.Done:
-        frame, execution = begun.frame, begun.execution
+    def finish(self, begun: Begun) -> list[frames.Done | BaseException]:
+        """Wait for a batch; return for each of its parts the answer, or why there is none."""
+        parts, batch, execution = begun.parts, begun.batch, begun.execution
         answers = list(execution.wait())
         if len(answers) != 1:
             raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
@@ -115,59 +92,120 @@ class BatchExecutor:
         gathered = begun.gathered + execution.prepare_s
         ran -= execution.finish_s
         (answer,) = answers
-        errors: dict[int, str] = {}
-        invalid: tuple[int, ...] = ()
-        if isinstance(answer, PerRequest):
-            in_spill = self._store_each(frame, answer, errors)
-            # Requests that cannot be run, through their clients' fault.
-            each = enumerate(answer.answers)
-            invalid = tuple(index for index, its in each if isinstance(its, InvalidRequest))
-        else:
-            left = self._store(frame, frame.runs, answer, begun.batch.num_rows)
-            in_spill = []
-            if left and self._config.max_batch_size > 0:
-                in_spill = split(frame, left, self._proof.crops)
-            elif left:
-                in_spill = [left] * len(frame.requests)
-        outputs = self.memory.spill.write(in_spill) if any(in_spill) else ()
-        stored = time.perf_counter()
-        times = gathered - begun.began, ran - gathered, stored - ran
-        return frames.Done(frame.batch, *times, outputs, errors, invalid)
+        stored = self._store_parts(parts, batch, answer)
+        input_s, infer_s = gathered - begun.began, ran - gathered
+        output_s = time.perf_counter() - ran
+        found: list[frames.Done | BaseException] = []
+        totals = 0, 0
+        if len(parts) > 1:
+            totals = batch.num_rows, sum(part.frame.num_tokens for part in parts)
+        is_first = True
+        for part, each in zip(parts, stored, strict=True):
+            if isinstance(each, BaseException):
+                found.append(each)
+                continue
+            found.append(
+                frames.Done(
+                    part.frame.batch,
+                    input_s,
+                    infer_s,
+                    output_s,
+                    each.outputs,
+                    dict(each.errors or {}),
+                    each.invalid,
+                    *totals,
+                    is_first,
+                )
+            )
+            # A shard that is gone counts nothing.
+            is_first = is_first and part.link.is_gone
+        return found
 
-    def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:
-        names = self._names
-        parts: list[list[Array]] = []
-        num_rows = 0
-        for run in frame.runs:
-            columns = self.memory.columns(run.slab, frame)
-            rows = slice(run.row, run.row + run.count)
-            parts.append([column[rows] for column in columns[: len(names)]])
-            num_rows += run.count
+    def _gather(self, parts: Sequence[Part]) -> Batch:
+        pieces: list[Mapping[str, Array]] = []
+        for part in parts:
+            pieces += self._pieces(part)
         if len(parts) == 1:
-            inputs = dict(zip(names, parts[0], strict=True))
+            return Batch.of(pieces, parts[0].num_rows, parts[0].frame.requests)
+        requests = [request for part in parts for request in part.frame.requests]
+        return Batch.of(pieces, sum(part.num_rows for part in parts), requests)
+
+    def _pieces(self, part: Part) -> Sequence[Mapping[str, Array]]:
+        """Return the inputs of each run of rows, or of each request without rows."""
+        frame, memory = part.frame, part.memory
+        if not frame.runs:
+            return memory.spill.read(frame.requests)
+        pieces: list[dict[str, Array]] = []
+        for run in frame.runs:
+            rows = slice(run.row, run.row + run.count)
+            # Columns of outputs come after those of inputs.
+            columns = zip(self._names, memory.columns(run.slab, frame), strict=False)
+            pieces.append({name: column[rows] for name, column in columns})
+        return pieces
+
+    def _store_parts(
+        self, parts: Sequence[Part], batch: Batch, answer: Outputs | PerRequest
+    ) -> list[Stored | BaseException]:
+        """Store each part's answers in its shard's memory. A part that cannot be stored, for lack
+        of spill, does not affect the others."""
+        if isinstance(answer, PerRequest):
+            self._check_count(answer, batch)
         else:
-            inputs = {name: np.concatenate([p[i] for p in parts]) for i, name in enumerate(names)}
-        return Batch(inputs, num_rows, frame.requests)
+            answer = {
+                spec.name: checked(self._config, spec, answer, batch.num_rows)
+                for spec in self._config.outputs
+            }
+        found: list[Stored | BaseException] = []
+        row = index = 0
+        for part in parts:
+            num_requests = len(part.frame.requests)
+            try:
+                if part.link.is_gone:
+                    found.append(Stored())
+                elif isinstance(answer, PerRequest):
+                    own = answer.answers[index : index + num_requests]
+                    found.append(self._store_each(part, own))
+                else:
+                    found.append(self._store_rows(part, self._own_rows(part, answer, row, batch)))
+            except BaseException as error:  # Any exception of the model is answered.
+                found.append(error)
+            row += part.num_rows
+            index += num_requests
+        return found
+
+    def _own_rows(self, part: Part, outputs: Outputs, row: int, batch: Batch) -> Outputs:
+        if part.num_rows == batch.num_rows:
+            return outputs
+        return {name: values[row : row + part.num_rows] for name, values in outputs.items()}
+
+    def _store_rows(self, part: Part, outputs: Outputs) -> Stored:
+        frame = part.frame
+        left = self._store(part, frame.runs, outputs)
+        in_spill: list[Values] = []
+        if left and self._config.max_batch_size > 0:
+            in_spill = split(frame, left, self._proof.crops)
+        elif left:
+            in_spill = [left] * len(frame.requests)
+        return Stored(part.memory.spill.write(in_spill) if any(in_spill) else ())
 
     def _store(
         self,
-        frame: frames.Dispatch,
+        part: Part,
         runs: Sequence[frames.RowRange],
         outputs: Outputs,
-        num_rows: int,
         wanted: Collection[str] = (),
     ) -> Values:
         """Store fixed outputs in these rows of slabs; return those without a column there. Without
-        `wanted`, all outputs are."""
+        `wanted`, all outputs are. Invariant: the outputs are checked."""
         left: list[tuple[TensorSpec, Array]] = []
         column = len(self._names)
         for spec in self._config.outputs:
             has_column = spec.is_fixed and bool(runs)
             if not wanted or spec.name in wanted:
-                values = checked(self._config, spec, outputs, num_rows)
+                values = outputs[spec.name]
                 row = 0
                 for run in runs if has_column else ():
-                    target = self.memory.columns(run.slab, frame)[column]
+                    target = part.memory.columns(run.slab, part.frame)[column]
                     target[run.row : run.row + run.count] = values[row : row + run.count]
                     row += run.count
                 if not has_column:
@@ -175,25 +213,37 @@ class BatchExecutor:
             column += has_column
         return left
 
-    def _store_each(
-        self, frame: frames.Dispatch, answer: PerRequest, errors: dict[int, str]
-    ) -> list[Values]:
-        """Like `_store`, for models that answer each request separately. A request's error goes to
-        `errors` under its index and does not affect the others."""
-        if len(answer.answers) != len(frame.requests):
-            text = f"the model gave {len(answer.answers)} answers to {len(frame.requests)} requests"
+    def _check_count(self, answer: PerRequest, batch: Batch) -> None:
+        if len(answer.answers) != len(batch.requests):
+            text = f"the model gave {len(answer.answers)} answers to {len(batch.requests)} requests"
             raise BackendFailed(text)
+
+    def _store_each(self, part: Part, answers: Sequence[Outputs | Exception]) -> Stored:
+        """Like `_store_rows`, for models that answer each request separately. A request's error
+        does not affect the others."""
+        errors: dict[int, str] = {}
         in_spill: list[Values] = []
-        pairs = zip(frame.requests, answer.answers, strict=True)
-        for index, ((part, outputs), rows) in enumerate(zip(pairs, _rows(frame), strict=True)):
+        pairs = zip(part.frame.requests, answers, strict=True)
+        for index, ((request, outputs), rows) in enumerate(
+            zip(pairs, _rows(part.frame), strict=True)
+        ):
             try:
                 if isinstance(outputs, Exception):
                     raise outputs
-                in_spill.append(self._store(frame, rows, outputs, part.num_rows, part.outputs))
+                good = {
+                    spec.name: checked(self._config, spec, outputs, request.num_rows)
+                    for spec in self._config.outputs
+                    if not request.outputs or spec.name in request.outputs
+                }
+                in_spill.append(self._store(part, rows, good, request.outputs))
             except BaseException as error:  # Any exception of the model is answered.
                 errors[index] = explain_error(error)
                 in_spill.append(())
-        return in_spill
+        # Requests that cannot be run, through their clients' fault.
+        each = enumerate(answers)
+        invalid = tuple(index for index, its in each if isinstance(its, InvalidRequest))
+        spilled = part.memory.spill.write(in_spill) if any(in_spill) else ()
+        return Stored(spilled, errors, invalid)
 
 
 def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:

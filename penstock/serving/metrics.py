@@ -113,16 +113,25 @@ class ModelMetrics:
         # Returns the metrics that only models of its kind have.
         self.others: Callable[[], Sequence[ScrapeLines]] = tuple
 
-    def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
+    def fold(
+        self,
+        answered: Sequence[Request],
+        num_rows: int,
+        timings: Timings,
+        num_executed: int | None = None,
+    ) -> Waits:
         """Count one executed batch; only the requests that were answered (`answered`) count in the
-        phases. `timings` is that of any request of the batch. Returns their mean waits."""
-        self.num_executions += 1
+        phases. `timings` is that of any request of the batch. It had `num_executed` rows in all (0:
+        another shard counts the execution), if not `num_rows`. Returns their mean waits."""
         self.num_inferences += num_rows
         self.last_inference = time.time()
-        statistics = self.batches.get(num_rows)
-        if statistics is None:
-            statistics = self.batches[num_rows] = BatchStatistics()
-        statistics.add(*timings.compute_s)
+        size = num_rows if num_executed is None else num_executed
+        if size:
+            self.num_executions += 1
+            statistics = self.batches.get(size)
+            if statistics is None:
+                statistics = self.batches[size] = BatchStatistics()
+            statistics.add(*timings.compute_s)
         count = len(answered)
         if count == 0:
             return 0.0, 0.0

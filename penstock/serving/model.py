@@ -8,6 +8,8 @@ talks to the parts here only through `core_link`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from penstock.processes.life import ProcessLife
 from penstock.serving.admission import Admission
 from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext, Saturation
+from penstock.serving.core_link import CoreLink
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.metrics import ModelMetrics
@@ -32,10 +35,12 @@ from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.worker_link import WorkerLink
+from penstock.serving.worker_place import WorkerPlace
 from penstock.types import CANCELLED, Request
 
 log = logging.getLogger("penstock.model")
+# Time for the current batches of workers that are the core's.
+CLOSE_S = 5.0
 
 
 class Model:
@@ -50,7 +55,10 @@ class Model:
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
         metrics: ModelMetrics | None = None,
+        core: CoreLink | None = None,
     ) -> None:
+        """`core` is in another process, which has the workers and started them already; None: the
+        workers are started here."""
         quotas, policy = quotas or Quotas(), config.batching
         metrics = metrics or ModelMetrics(config.name, config.version, config.metric_tags)
         context = ModelContext(
@@ -71,14 +79,18 @@ class Model:
         guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard)
         self._admission = Admission(context, memory, queue, guard, replies)
-        self.host = host = ModelHost(config, start_life, clock, metrics)
-        core = DirectLink(host)
+        # The workers, unless the core is in another process.
+        self.host: ModelHost | None = None
+        if core is None:
+            self.host = ModelHost(config, start_life, clock, metrics)
+            core = DirectLink(self.host)
         self._dispatcher = dispatcher = Dispatcher(context, core, queue, memory, replies, guard)
         self.readiness = Readiness(context, core, dispatcher, queue, memory, guard)
-        host.join(0, self.readiness)
-        self.workers: Sequence[WorkerLink] = dispatcher.workers
+        if self.host is not None:
+            self.host.join(0, self.readiness)
+        self.workers: Sequence[WorkerPlace] = dispatcher.workers
         # What only one part does, as `Served` promises it.
-        self.start, self.drain, self.refused = host.load, dispatcher.drain, replies.refused
+        self.drain, self.refused = dispatcher.drain, replies.refused
 
     @property
     def state(self) -> State:
@@ -100,7 +112,13 @@ class Model:
 
     @property
     def processes(self) -> Sequence[ModelProcess]:
-        return self.host.processes
+        """Empty if they are the core's, in another process."""
+        return [] if self.host is None else self.host.processes
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """How it is served and why, if its configuration does not say. The core's, likewise."""
+        return () if self.host is None else self.host.notes
 
     @property
     def batcher(self) -> Batcher | SloBatcher:
@@ -121,14 +139,28 @@ class Model:
     def explain(self) -> Explanation:
         return explain(self, self._clock())
 
+    async def start(self) -> None:
+        """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
+        assert self.host is not None, "the core starts its workers"
+        await self.host.load()
+
+    async def refresh(self) -> None:
+        """Do nothing: all figures are here."""
+
     async def close(self) -> None:
-        """Stop the workers; requests still queued get an error."""
+        """Stop the workers; requests still queued get an error. If the workers are the core's, wait
+        for their current batches only."""
         self.readiness.state = "UNLOADING"
         error = NotReady(f"model '{self.config.name}' is being unloaded")
         self._dispatcher.close()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
-        await self.host.stop()
+        if self.host is not None:
+            await self.host.stop()
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self.drain()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
         self.readiness.close()

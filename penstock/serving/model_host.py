@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from penstock.config import ModelConfig
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
+from penstock.processes.channel import socket_pair
 from penstock.processes.child import StartLife
 from penstock.serving.context import log_about
 from penstock.serving.core_link import ModelPart
@@ -29,6 +30,8 @@ from penstock.wire import frames
 log = logging.getLogger("penstock.model")
 
 HostState = Literal["LOADING", "READY", "UNAVAILABLE"]
+# A shard that has not said in this time what it lost with a worker has lost several requests.
+LOST_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,8 @@ class Death:
     life: int
     waiting_for: set[int]
     conclude: Callable[[bool], None]
+    # For shards that stay silent.
+    timer: asyncio.TimerHandle
     losses: list[frames.Lost] = field(default_factory=list)
 
 
@@ -63,12 +68,15 @@ class ModelHost:
         self.instances: Sequence[Instance] = self.supervisor.instances
         self._quarantine = Quarantine()
         self._parts: dict[int, ModelPart] = {}
-        # Workers that the parts know, and those of them that have not answered everything yet
-        # although they are leaving.
+        # Workers that the parts know, and the shards that have all answers of leaving workers.
         self._known: set[int] = set()
-        self._leaving: dict[int, set[int]] = {}
+        self._left: dict[int, set[int]] = {}
         self._deaths: dict[int, Death] = {}
+        # The shard that may run suspects, and those that want to, with their patience.
+        self._trying: int | None = None
+        self._wants_try: dict[int, bool] = {}
         self.state: HostState = "LOADING"
+        self.reason = ""
         # How the model is served and why, if its configuration does not say.
         self.notes: tuple[str, ...] = ()
         self._proved: frames.ModelProved | None = None
@@ -78,6 +86,22 @@ class ModelHost:
         self._load_problems: Sequence[str] = ()
 
     @property
+    def is_ready(self) -> bool:
+        """Whether a worker can run a batch."""
+        return self.state == "READY" and any(each.is_ready for each in self.instances)
+
+    @property
+    def shown_state(self) -> str:
+        return "UNAVAILABLE" if self.state == "READY" and not self.is_ready else self.state
+
+    @property
+    def policy(self) -> BatchPolicy:
+        """How requests are batched, after what the workers proved."""
+        policy = self._config.batching
+        is_unbatched = self._proved is not None and self._proved.proof.unbatched
+        return replace(policy, is_dynamic=False) if is_unbatched else policy
+
+    @property
     def processes(self) -> list[ModelProcess]:
         return [each.process for each in self.instances]
 
@@ -85,7 +109,18 @@ class ModelHost:
         """Let a shard serve the model, now or once it is loaded."""
         self._parts[shard] = part
         if self._proved is not None:
-            self._introduce(part, self._proved)
+            self._introduce(shard, part, self._proved)
+
+    def leave(self, shard: int) -> None:
+        """Forget a shard that has ended, with the requests that it had."""
+        if self._parts.pop(shard, None) is None:
+            return
+        self._wants_try.pop(shard, None)
+        self.tried(shard)
+        for death in list(self._deaths.values()):
+            self._miss(death, shard)
+        for instance in self.instances:
+            self._let_go(instance)
 
     async def load(self) -> None:
         """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
@@ -98,38 +133,20 @@ class ModelHost:
         """Stop the workers after their current batches."""
         await self.supervisor.stop()
         self._parts.clear()
-
-    def attach(self, instance: Instance) -> tuple[int, ...]:
-        return self._parts[0].attach(instance.life)
-
-    def detach(self, instance: Instance) -> None:
-        self._parts[0].detach(instance.life)
-
-    def receive(self, instance: Instance, data: memoryview) -> bool:
-        frame = frames.decode_from_worker(data)
-        if isinstance(frame, frames.Done | frames.BatchFailed):
-            self._parts[0].answered(instance.index, frame)
-            # Usually nothing else is pending then; the next loop iteration reads what is.
-            return True
-        self.supervisor.handle(instance, frame)
-        return False
+        for death in self._deaths.values():
+            death.timer.cancel()
 
     def instance_ready(self, instance: Instance) -> None:
         assert instance.ready is not None
         self._metrics.load_s = instance.ready.load_s
         if self._proved is not None:
-            for part in self._parts.values():
-                self._set_worker(part, instance)
+            for shard, part in self._parts.items():
+                self._set_worker(shard, part, instance)
         elif all(each.is_ready for each in self.instances) and not self._first_ready.done():
             self._finish_load([each.ready for each in self.instances if each.ready is not None])
 
     def instance_leaving(self, instance: Instance) -> None:
-        if instance.life not in self._known:
-            self.supervisor.let_go(instance)
-            return
-        self._leaving[instance.life] = set(self._parts)
-        for part in list(self._parts.values()):
-            self._set_worker(part, instance)
+        self._let_go(instance)
 
     def instance_died(
         self, instance: Instance, reason: str, conclude: Callable[[bool], None]
@@ -138,20 +155,23 @@ class ModelHost:
             self._metrics.num_restarts += 1
             if not instance.is_leaving:
                 self._metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
-        self._leaving.pop(instance.life, None)
+        self._left.pop(instance.life, None)
         if instance.life not in self._known:
-            self.detach(instance)
             conclude(False)
             return
         self._known.discard(instance.life)
-        death = Death(instance, instance.life, set(self._parts), conclude)
+        timer = asyncio.get_running_loop().call_later(LOST_S, self._miss_all, instance.life)
+        death = Death(instance, instance.life, set(self._parts), conclude, timer)
         self._deaths[death.life] = death
+        if not self._parts:
+            self._conclude(death)
         died = frames.Died(instance.index, death.life, reason)
         for part in list(self._parts.values()):
             part.died(died)
 
     def load_failed(self, problems: Sequence[str]) -> None:
         self.state = "UNAVAILABLE"
+        self.reason = "; ".join(problems)
         for part in self._parts.values():
             part.load_failed(problems)
         if not self._first_ready.done():
@@ -166,6 +186,7 @@ class ModelHost:
         self._quarantine.expire(self._clock())
         for part in self._parts.values():
             part.tick()
+        self._grant_try()
 
     def lost(self, shard: int, lost: frames.Lost) -> None:
         """Hear what a shard lost with a worker; judge when all have said so."""
@@ -180,8 +201,30 @@ class ModelHost:
     def answered(self) -> None:
         self._quarantine.answered()
 
-    def may_try(self, is_patient: bool) -> bool:
-        return self.supervisor.spares.can_replace_worker(is_patient)
+    def may_try(self, shard: int, is_patient: bool) -> bool:
+        """Whether a shard may run a suspect now; if so, no other may before its `tried`."""
+        if self._trying not in (None, shard):
+            return False
+        may = self.supervisor.spares.can_replace_worker(is_patient)
+        if may:
+            self._trying = shard
+        return may
+
+    def ask_try(self, shard: int, is_patient: bool) -> None:
+        """Tell the shard, now or later, that it may run a suspect."""
+        self._wants_try[shard] = is_patient
+        self._grant_try()
+
+    def tried(self, shard: int) -> None:
+        if self._trying == shard:
+            self._trying = None
+            self._grant_try()
+
+    def _grant_try(self) -> None:
+        for shard, is_patient in list(self._wants_try.items()):
+            if self._trying is None and self.may_try(shard, is_patient):
+                del self._wants_try[shard]
+                self._parts[shard].may_try()
 
     def hung(self, index: int, life: int) -> None:
         instance = self.instances[index]
@@ -189,14 +232,17 @@ class ModelHost:
             self.supervisor.kill_hung(instance)
 
     def left(self, shard: int, index: int, life: int) -> None:
-        """Stop a leaving worker once it has answered all shards."""
-        waiting_for = self._leaving.get(life)
-        if waiting_for is None:
-            return
-        waiting_for.discard(shard)
-        if not waiting_for:
-            del self._leaving[life]
-            self.supervisor.let_go(self.instances[index])
+        """Hear that a shard has all answers of a leaving worker."""
+        instance = self.instances[index]
+        if instance.life == life:
+            self._left.setdefault(life, set()).add(shard)
+            self._let_go(instance)
+
+    def _let_go(self, instance: Instance) -> None:
+        """Stop a leaving worker once it has answered all shards that know it."""
+        knows = set(self._parts) if instance.life in self._known else set()
+        if instance.is_leaving and knows <= self._left.get(instance.life, set()):
+            self.supervisor.let_go(instance)
 
     def _finish_load(self, ready: Sequence[frames.WorkerReady]) -> None:
         """Batch and pad as far as every instance proved harmless, and let the shards serve."""
@@ -210,24 +256,31 @@ class ModelHost:
         )
         self._note(proof)
         self.state = "READY"
-        for part in self._parts.values():
-            self._introduce(part, proved)
+        for shard, part in self._parts.items():
+            self._introduce(shard, part, proved)
         self._first_ready.set_result(None)
 
-    def _introduce(self, part: ModelPart, proved: frames.ModelProved) -> None:
+    def _introduce(self, shard: int, part: ModelPart, proved: frames.ModelProved) -> None:
         """Tell a part all that it must know before it serves."""
         part.open_model(proved)
         self._set_quarantine(part)
         for instance in self.instances:
-            if instance.is_ready:
-                self._set_worker(part, instance)
+            if instance.is_ready and not instance.is_leaving:
+                self._set_worker(shard, part, instance)
 
-    def _set_worker(self, part: ModelPart, instance: Instance) -> None:
-        assert instance.child is not None and instance.ready is not None
+    def _set_worker(self, shard: int, part: ModelPart, instance: Instance) -> None:
+        """Give a shard and a ready worker a socket to each other."""
+        assert instance.ready is not None
         self._known.add(instance.life)
-        numbers, timings = (instance.index, instance.life), instance.ready.timings
-        worker = frames.SetWorker(*numbers, instance.is_leaving, timings)
-        part.set_worker(worker, instance.child.send)
+        worker = frames.SetWorker(instance.index, instance.life, instance.ready.timings)
+        try:
+            ours, theirs = socket_pair()
+            with theirs:
+                part.set_worker(worker, ours)
+                attach = frames.Attach(shard, instance.life)
+                instance.send(frames.encode(attach), (theirs.fileno(),))
+        except OSError as error:
+            self.supervisor.give_up(instance, f"the worker could not be connected ({error})")
 
     def _note(self, proof: frames.Proof) -> None:
         config, notes = self._config, list(proof.notes)
@@ -243,8 +296,20 @@ class ModelHost:
             level = logging.INFO if note in proof.notes else logging.WARNING
             log_about(log, level, config, ": %s", note)
 
+    def _miss_all(self, life: int) -> None:
+        """Go on without the shards that have not said what they lost."""
+        if (death := self._deaths.get(life)) is not None:
+            for shard in list(death.waiting_for):
+                self._miss(death, shard)
+
+    def _miss(self, death: Death, shard: int) -> None:
+        """Take it that a shard lost several requests: none can be blamed."""
+        self.lost(shard, frames.Lost(death.life, 2))
+
     def _conclude(self, death: Death) -> None:
-        del self._deaths[death.life]
+        if self._deaths.pop(death.life, None) is None:
+            return
+        death.timer.cancel()
         losses = [each for each in death.losses if each.num_requests]
         is_pinned = sum(each.num_requests for each in losses) == 1
         if is_pinned:
@@ -288,10 +353,16 @@ class DirectLink:
     def __init__(self, host: ModelHost, shard: int = 0) -> None:
         self._host = host
         self._shard = shard
-        self.answered, self.may_try, self.hung = host.answered, host.may_try, host.hung
+        self.answered, self.hung = host.answered, host.hung
 
     def lost(self, lost: frames.Lost) -> None:
         self._host.lost(self._shard, lost)
+
+    def may_try(self, is_patient: bool) -> bool:
+        return self._host.may_try(self._shard, is_patient)
+
+    def tried(self) -> None:
+        self._host.tried(self._shard)
 
     def left(self, index: int, life: int) -> None:
         self._host.left(self._shard, index, life)

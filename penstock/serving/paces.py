@@ -172,6 +172,26 @@ class Paces:
         room_s = self.usable_s - batch_s * (1 + 1 / self.num_executors)
         return max(0.0, min(times * (self._inflation - 1) * batch_s, room_s))
 
+    def largest_by(self, pace: GeometryPace, limit_s: float, max_size: int) -> int:
+        """Return the largest batch that takes no longer than this, even if it is slow; at least
+        1."""
+        times = pace.times
+        size = min(max_size, times.largest_within(limit_s / self._inflation))
+        # The spread is limited, so more may fit.
+        while size < max_size:
+            larger = min(max_size, size + max(1, size // 8))
+            batch_s = times.mean_s(larger)
+            if batch_s + self.spread_s(batch_s) > limit_s:
+                break
+            size = larger
+        return size
+
+    def is_too_slow_for(self, arrivals_per_s: float, pace: GeometryPace) -> bool:
+        """Whether what is queued beyond a target batch will not clear by itself, because more
+        arrives than all executors run. A single one never is fast enough."""
+        load = arrivals_per_s * pace.unit_s
+        return self.num_executors == 1 or load > self.num_executors
+
     def sizes(self, lane: Lane) -> Sequence[int]:
         """Return the queued sizes by level."""
         return lane.tokens if self._has_budget else lane.rows

@@ -20,6 +20,7 @@ from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
 from penstock.serving.batcher import queue_timeout_s
+from penstock.serving.core_link import CoreLink
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
@@ -174,16 +175,21 @@ class StagePipeline:
         start_life: StartLife = ProcessLife,
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
+        cores: Sequence[CoreLink] = (),
     ) -> None:
+        """`cores` are the links of the stages to a core in another process, if there is one."""
         self.config = config
         self.clock = clock
         self.stages = tuple(stages)
         self._metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.models: list[Model] = []
-        for stage in stages:
+        for index, stage in enumerate(stages):
+            core = cores[index] if cores else None
             name = f"{config.name}:{stage.name}"
             metrics = ModelMetrics(name, config.version, config.metric_tags)
-            model = Model(stage.config, start_life=start_life, clock=clock, metrics=metrics)
+            model = Model(
+                stage.config, start_life=start_life, clock=clock, metrics=metrics, core=core
+            )
             self.models.append(model)
         policy = config.batching
         self._quotas = quotas or Quotas()
@@ -205,6 +211,9 @@ class StagePipeline:
         if problems:
             raise ConfigError(problems)
         self._metrics.load_s = time.monotonic() - began
+
+    async def refresh(self) -> None:
+        """Do nothing: all figures are here."""
 
     async def drain(self) -> None:
         """Wait until everything admitted has been answered: a stage hands on before it is idle."""
@@ -352,12 +361,18 @@ class StagePipeline:
 
 
 def make_model(
-    config: ModelConfig, start_life: StartLife = ProcessLife, quotas: Quotas | None = None
+    config: ModelConfig,
+    start_life: StartLife = ProcessLife,
+    quotas: Quotas | None = None,
+    cores: Sequence[CoreLink] = (),
 ) -> Model | StagePipeline:
-    """Return the Servable of a configuration, with as many stages as it has."""
+    """Return the Servable of a configuration, with as many stages as it has. With `cores`, one for
+    each stage, its workers are those of a core in another process."""
     if config.is_staged:
-        return StagePipeline(config, stages_of(config), start_life=start_life, quotas=quotas)
-    return Model(config, start_life=start_life, quotas=quotas)
+        stages = stages_of(config)
+        return StagePipeline(config, stages, start_life=start_life, quotas=quotas, cores=cores)
+    core = cores[0] if cores else None
+    return Model(config, start_life=start_life, quotas=quotas, core=core)
 
 
 async def _start(model: Model) -> Sequence[str]:

@@ -41,11 +41,15 @@ class Geometry:
     With a `layout` their tensors are in slab rows; without one each request has its own extents.
     """
 
-    __slots__ = ("input_columns", "layout", "output_columns", "row_shapes")
+    __slots__ = ("input_columns", "key", "layout", "output_columns", "row_shapes")
 
-    def __init__(self, row_shapes: tuple[tuple[int, ...], ...], layout: Layout | None) -> None:
+    def __init__(
+        self, row_shapes: tuple[tuple[int, ...], ...], layout: Layout | None, key: str = ""
+    ) -> None:
         self.row_shapes = row_shapes
         self.layout = layout
+        # Equal in all processes that plan for the model.
+        self.key = key
         num_inputs = len(row_shapes)
         columns = [] if layout is None else list(zip(layout.offsets, layout.row_bytes, strict=True))
         # (offset of the column, bytes of one row)
@@ -322,7 +326,7 @@ class Planner:
                 self._geometries.clear()
                 self._plans.clear()
                 self.known.clear()
-            geometry = self._geometries[key] = Geometry(row_shapes, layout)
+            geometry = self._geometries[key] = Geometry(row_shapes, layout, repr(key))
         return geometry
 
     def _check_bytes(self, tensor: Tensor) -> None:

@@ -6,6 +6,7 @@ answer or a death means for a batch is the dispatcher's part. Knows no process.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,8 +18,7 @@ from penstock.serving.padding import Pads
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
-from penstock.serving.slab import Segment
-from penstock.serving.worker_link import Send, WorkerLink
+from penstock.serving.worker_place import WorkerPlace
 from penstock.wire import frames
 
 State = Literal["LOADING", "READY", "UNAVAILABLE", "UNLOADING"]
@@ -44,7 +44,7 @@ class Readiness:
         self._config = context.config
         self._core = core
         self._dispatcher = dispatcher
-        self._workers: Sequence[WorkerLink] = dispatcher.workers
+        self._workers: Sequence[WorkerPlace] = dispatcher.workers
         self._queue = queue
         self._memory = memory
         self._guard = guard
@@ -56,8 +56,6 @@ class Readiness:
         self.reason = ""
         # Why the last worker ended.
         self._last_reason = ""
-        # The output spills of workers that are not ready yet, by life.
-        self._spills: dict[int, Segment] = {}
         # None while a worker is ready.
         self._without_worker_since: float | None = context.clock()
 
@@ -78,8 +76,6 @@ class Readiness:
     def close(self) -> None:
         for worker in self._workers:
             worker.close()
-        for life in list(self._spills):
-            self.detach(life)
 
     def open_model(self, proved: frames.ModelProved) -> None:
         """Batch and pad as far as the workers proved harmless. No request is queued yet."""
@@ -97,19 +93,8 @@ class Readiness:
         self.state = "UNAVAILABLE"
         self.reason = "; ".join(problems)
 
-    def attach(self, life: int) -> tuple[int, ...]:
-        spill = self._spills[life] = Segment(self._config.memory.spill_bytes)
-        return self._memory.input_spill.fd, spill.fd
-
-    def detach(self, life: int) -> None:
-        if (spill := self._spills.pop(life, None)) is not None:
-            spill.close()
-
-    def set_worker(self, worker: frames.SetWorker, send: Send) -> None:
-        if worker.is_leaving:
-            self._dispatcher.set_leaving(worker.index)
-            return
-        self._dispatcher.set_worker(worker, send, self._spills.pop(worker.life))
+    def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
+        self._dispatcher.set_worker(worker, sock)
         self._dispatcher.hang_limits.seed(worker.timings)
         self._saturation.note(False, self._clock())
         self._queue.batcher.seed(worker.timings)
@@ -117,11 +102,12 @@ class Readiness:
         self._count_executors()
         self._dispatcher.pump()
 
-    def answered(self, index: int, frame: frames.Done | frames.BatchFailed) -> None:
-        self._dispatcher.answered(self._workers[index], frame)
-
     def died(self, died: frames.Died) -> None:
-        self._workers[died.index].close()
+        worker = self._workers[died.index]
+        if worker.link is not None:
+            # Answers that it sent before.
+            worker.link.read(reads_all=True)
+        worker.close()
         if self._without_worker_since is None and not self._has_worker:
             self._without_worker_since = self._clock()
         self._count_executors()
@@ -134,6 +120,9 @@ class Readiness:
         self._guard.table.replace(quarantine.bodies, quarantine.keys)
         if self._guard.table.is_active:
             self._queue.refuse_quarantined()
+
+    def may_try(self) -> None:
+        self._dispatcher.pump_if_waiting()
 
     def set_reason(self, reason: str) -> None:
         self._last_reason = reason

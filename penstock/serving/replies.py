@@ -128,10 +128,13 @@ class Replies:
                 self.finish(request, response)
         return answered
 
-    def count(self, batch: RunningBatch, answered: Sequence[Request], ended: float) -> None:
-        """Count a batch that was delivered, in metrics and history."""
+    def count(
+        self, batch: RunningBatch, answered: Sequence[Request], ended: float, num_rows: int
+    ) -> None:
+        """Count a batch that was delivered, in metrics and history. `num_rows` are those of all its
+        parts; 0: another shard counts the execution."""
         timings = batch.requests[0].timings
-        waits = self._metrics.fold(answered, batch.num_rows, timings)
+        waits = self._metrics.fold(answered, batch.num_rows, timings, num_rows)
         if batch.num_tokens:
             self._metrics.batch_tokens.add(batch.num_tokens)
         self.note_batch(batch, ended, waits, sum(timings.compute_s), "answered")

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from penstock.config import ModelConfig
-from penstock.processes.channel import socket_pair
+from penstock.processes.channel import Channel, socket_pair
 from penstock.processes.child import ChildProcess, StartLife, limited
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import HEALTHY_S, MAX_LOAD_DEATHS
@@ -27,7 +27,7 @@ from penstock.serving.context import log_about
 from penstock.serving.instance import Instance
 from penstock.serving.slab import Segment
 from penstock.serving.spares import Spares
-from penstock.serving.worker import Channel, Worker
+from penstock.serving.worker import Worker
 from penstock.system.environment import asked_for
 from penstock.wire import frames
 
@@ -85,15 +85,6 @@ def load_timeout_text(limit_s: float) -> str:
 
 class WorkerListener(Protocol):
     """Hears of the workers of one model."""
-
-    def attach(self, instance: Instance) -> tuple[int, ...]:
-        """Return the descriptors that a worker needs before it loads."""
-
-    def detach(self, instance: Instance) -> None:
-        """Undo `attach`: the worker could not be started."""
-
-    def receive(self, instance: Instance, data: memoryview) -> bool:
-        """Handle a datagram of a worker; return whether the next one may wait."""
 
     def instance_ready(self, instance: Instance) -> None: ...
 
@@ -163,6 +154,12 @@ class Supervisor:
             instance.is_hung = True
             instance.child.life.kill()
 
+    def give_up(self, instance: Instance, problem: str) -> None:
+        """Kill a worker that cannot be used; another one is started."""
+        instance.load_error = problem
+        if instance.child is not None:
+            instance.child.life.kill()
+
     def excuse(self, index: int) -> None:
         """Take back a death that counted towards a crash loop: a request caused it."""
         self.instances[index].crashes.excuse()
@@ -178,7 +175,6 @@ class Supervisor:
                 instance.load_error = f"the worker {reason}"
                 instance.child.life.kill()
                 return
-            self._listener.detach(instance)
             self._go_on(instance, False, reason, False)
 
     def _launch(self, instance: Instance) -> None:
@@ -186,30 +182,31 @@ class Supervisor:
         instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
         instance.life = next(self._lives)
-        fds = self._listener.attach(instance)
-        received, died = partial(self._listener.receive, instance), partial(self._died, instance)
+        received, died = partial(self._receive, instance), partial(self._died, instance)
         instance.child = ChildProcess(self._loop, self._start_life, received, died)
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
-        spill_bytes = self._config.memory.spill_bytes
-        load = frames.LoadModel(frames.VERSION, config, spill_bytes, self.proof, environment)
-        self._send_load(instance, frames.encode(load), fds)
+        load = frames.LoadModel(frames.VERSION, config, self.proof, environment)
+        self._send_load(instance, frames.encode(load))
 
-    def _send_load(self, instance: Instance, data: bytes, fds: tuple[int, ...]) -> None:
+    def _send_load(self, instance: Instance, data: bytes) -> None:
         """Send the Load frame; in shared memory if it is large, as a configuration may be."""
         if len(data) <= frames.MAX_LOAD_BYTES:
-            instance.send(data, fds)
+            instance.send(data)
             return
         segment = Segment(len(data))
         try:
             segment.view[: len(data)] = data
-            instance.send(frames.encode(frames.Enclosed(len(data))), (*fds, segment.fd))
+            instance.send(frames.encode(frames.Enclosed(len(data))), (segment.fd,))
         finally:
             segment.close()
 
+    def _receive(self, instance: Instance, data: memoryview) -> None:
+        self.handle(instance, frames.decode_from_worker(data))
+
     def handle(self, instance: Instance, frame: frames.FromWorker) -> None:
-        """Handle a frame of a worker, other than an answer."""
+        """Handle a frame of a worker."""
         match frame:
             case frames.WorkerReady():
                 instance.ready = frame

@@ -1,217 +1,402 @@
 """The worker process: owns the device and one loaded Runner, and nothing else.
 
-Started by the supervisor as `python -m penstock.serving.worker FD PARENT`; reads frames from that
-socket, runs batches in place in shared memory, answers with frames, and exits when the socket
-closes. Knows no protocol and no queue. In-process use runs the same loop in a thread.
+Started by the supervisor as `python -m penstock.serving.worker FD PARENT`. The core's socket brings
+the model and the sockets of the shards (`Attach`); these bring batches. Runs them in place in each
+shard's shared memory, merged if `Claims` says so, and exits when the core's socket closes. Knows no
+protocol and no queue. In-process use runs the same loop in a thread.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import errno
 import io
 import logging
 import os
 import queue
+import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.backends import Runner
 from penstock.backends.heads import Headed
 from penstock.backends.processing import model_in
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import describe_error
+from penstock.processes.channel import Channel
 from penstock.processes.start import begin_life, take_part
-from penstock.serving.executor import BatchExecutor, Begun, WorkerMemory, explain_error
+from penstock.serving.claims import ClaimRows, Claims, Offer, StartBatch
+from penstock.serving.executor import BatchExecutor, Begun, Part, explain_error
+from penstock.serving.shard_link import ShardLink, ShardMemory
+from penstock.serving.shares import Queued
 from penstock.serving.slab import Segment
 from penstock.serving.worker_load import MemoryLimit, describe_load_error, load_runner
 from penstock.system import logs
 from penstock.wire import frames
 
-# Limit on the descriptors of one frame.
-MAX_FDS = 3
 log = logging.getLogger("penstock.worker")
 
+Answer = frames.Done | frames.BatchFailed
 
-class Channel:
-    """The worker's end of the socket: blocking, one frame per datagram."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._buffer = bytearray(frames.MAX_FRAME_BYTES)
-        self._view = memoryview(self._buffer)
-        self._fd_space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A batch for the runner. `claimed` is how `Claims` knows it; None: it does not, because there
+    was only one shard. `begun` is None until it is started."""
 
-    def receive(self) -> tuple[frames.ToWorker, list[int]] | None:
-        """Return the next frame and its descriptors; None when the core has exited."""
-        size, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], self._fd_space)
-        if size == 0:
-            return None
-        fds: list[int] = []
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                received = array.array("i")
-                received.frombytes(data[: len(data) - len(data) % received.itemsize])
-                fds.extend(received)
-        frame = frames.decode_to_worker(self._view[:size])
-        if isinstance(frame, frames.Enclosed):
-            segment = Segment(frame.nbytes, fds.pop())
-            frame = frames.decode_to_worker(bytes(segment.view[: frame.nbytes]))
-            segment.close()
-        return frame, fds
-
-    def send(self, frame: frames.FromWorker) -> None:
-        """Send a frame; OSError if it is too large."""
-        data = frames.encode(frame)
-        if len(data) > frames.MAX_FRAME_BYTES:
-            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
-        self._sock.send(data)
-
-    def close(self) -> None:
-        self._sock.close()
+    parts: Sequence[Part]
+    claimed: StartBatch | None = None
+    begun: Begun | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """One model on one device. One thread receives, runs and answers. If the runner runs ahead, a
-    second thread waits for results and sends the answers, in the order of the batches."""
+    second thread waits for results and sends the answers, in the order of the batches.
+
+    The batches of an only shard run as they come, for it knows which slots are free. With several,
+    `Claims` decides.
+    """
 
     _channel: Channel
     on_load: Callable[[frames.LoadModel], None] | None = None
     on_ready: Callable[[], None] | None = None
     # Exits the process; None if the worker runs in a thread.
     die: Callable[[], None] | None = None
-    _memory: WorkerMemory | None = None
+    _config: ModelConfig | None = None
     _loaded: BatchExecutor | None = None
     # The runner, if it monitors its device's memory.
     _watched: Runner | None = None
     # None without a limit, in a thread, or once the worker has asked to be replaced.
     _memory_limit: MemoryLimit | None = None
-    _begun: queue.SimpleQueue[Begun | None] = field(default_factory=queue.SimpleQueue)
+    # All sockets.
+    _epoll: select.epoll = field(default_factory=select.epoll)
+    # By the descriptors of their sockets.
+    _links: dict[int, ShardLink] = field(default_factory=dict)
+    _num_links: int = 0
+    _claims: Claims | None = None
+    # Whether `Claims` decides what runs.
+    _is_shared: bool = False
+    _begun: queue.SimpleQueue[Run | None] = field(default_factory=queue.SimpleQueue)
     _answerer: threading.Thread | None = None
+    # Wakes the receiving thread; None without an answering thread.
+    _wake_fd: int | None = None
+    # For what both threads change: the counts of batches in flight, and the next three.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Batches in flight that `Claims` does not know.
+    _num_unclaimed: int = 0
+    # Batches that `Claims` has yet to learn the end of, with that time and whether they failed.
+    _ended: list[tuple[StartBatch, float, bool]] = field(default_factory=list)
+    # Shards that are gone, and whose last batch has ended.
+    _unused: list[ShardLink] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._epoll.register(self._channel.fileno(), select.EPOLLIN)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would not wait for a frame, except for what was claimed."""
+        if self._is_shared and self._claims is not None and self._claims.wake_at is not None:
+            return True
+        return bool(self._ended or self._epoll.poll(0))
+
+    @property
+    def links(self) -> list[ShardLink]:
+        return list(self._links.values())
 
     def serve(self) -> None:
-        """Handle frames until the core closes the socket or sends Stop."""
+        """Handle frames until the core closes its socket or sends Stop."""
         while self.step():
             pass
 
     def step(self) -> bool:
-        """Receive and handle one frame; False when it was the last."""
-        received = self._channel.receive()
-        if received is None:
-            return False
-        frame, fds = received
-        if isinstance(frame, frames.Dispatch):
-            self._run(frame)
-        elif isinstance(frame, frames.Release):
-            assert self._memory is not None
-            self._memory.spill.release(frame.offsets)
-        elif isinstance(frame, frames.MapSlab):
-            assert self._memory is not None
-            self._pin(self._memory.map_slab(frame.slab, frame.nbytes, fds[0]))
-        elif isinstance(frame, frames.LoadModel):
-            return self._load(frame, fds)
-        elif isinstance(frame, frames.Stop):
-            self._end_answers()
-            if self._loaded is not None:
-                self._loaded.runner.close()
-            return False
+        """Wait for frames, handle one of each socket that has any, and run what can run; False
+        after the last."""
+        for fd, _ in self._wait():
+            link = self._links.get(fd)
+            if link is not None:
+                self._receive(link)
+            elif fd == self._wake_fd:
+                os.eventfd_read(fd)
+            elif not self._obey():
+                return False
+        if self._is_shared:
+            # All that lies in the sockets can join the next batch.
+            while ready := [fd for fd, _ in self._epoll.poll(0) if fd in self._links]:
+                self._receive_all(ready)
+            self._decide()
+        if self._unused:
+            self._forget_unused()
         return True
 
     def close(self) -> None:
-        """Unmap the shared memory; only needed for workers in a thread."""
+        """Close the shards' sockets and unmap their memory; only needed for workers in a thread."""
         self._end_answers()
-        if self._memory is not None:
-            self._memory.close()
+        for link in self.links:
+            self._detach(link)
+        self._forget_unused()
+        if self._wake_fd is not None:
+            os.close(self._wake_fd)
+            self._wake_fd = None
+        self._epoll.close()
 
-    def _load(self, frame: frames.LoadModel, fds: Sequence[int]) -> bool:
+    def _wait(self) -> list[tuple[int, int]]:
+        """Return the sockets that have frames; wait for one, but not beyond the time at which
+        `Claims` goes on without."""
+        if not self._is_shared:
+            return self._epoll.poll()
+        assert self._claims is not None
+        if self._ended and not self._num_unclaimed:
+            return self._epoll.poll(0)
+        if self._claims.wake_at is None:
+            return self._epoll.poll()
+        # The time-outs of epoll are whole milliseconds.
+        left_s = max(0.0, self._claims.wake_at - time.monotonic())
+        select.select([self._epoll], [], [], left_s)
+        return self._epoll.poll(0)
+
+    def _obey(self) -> bool:
+        """Handle a frame of the core; False when it was the last."""
+        received = self._channel.receive()
+        if received is None:
+            return False
+        data, fds = received
+        frame = frames.decode_to_worker(data)
+        if isinstance(frame, frames.Enclosed):
+            segment = Segment(frame.nbytes, fds.pop())
+            frame = frames.decode_to_worker(bytes(segment.view[: frame.nbytes]))
+            segment.close()
+        if isinstance(frame, frames.LoadModel):
+            return self._load(frame)
+        if isinstance(frame, frames.Attach):
+            self._attach(socket.socket(fileno=fds[0]))
+        elif isinstance(frame, frames.Stop):
+            self._finish_all()
+            return False
+        return True
+
+    def _load(self, frame: frames.LoadModel) -> bool:
         if frame.version != frames.VERSION:
             text = f"the core speaks frames version {frame.version}, this worker {frames.VERSION}"
-            self._channel.send(frames.StartFailed((text,)))
+            self._tell_core(frames.StartFailed((text,)))
             return False
-        config = frame.model
+        config = self._config = frame.model
         try:
             if self.on_load is not None:
                 self.on_load(frame)
-            self._memory = memory = WorkerMemory(config, frame.spill_bytes, fds)
             runner, ready = load_runner(config, frame.proof)
         except BaseException as error:  # Any exception of the model's code is the answer to Load.
-            self._channel.send(frames.StartFailed(describe_load_error(error, config)))
+            self._tell_core(frames.StartFailed(describe_load_error(error, config)))
             return False
-        self._loaded = BatchExecutor(config, runner, memory, ready.proof)
+        self._loaded = BatchExecutor(config, runner, ready.proof)
         if self.on_ready is not None:
             self.on_ready()
         self._watched = model_in(runner)
         if self.die is not None and config.memory_bytes is not None:
             self._memory_limit = MemoryLimit(config.memory_bytes)
-        self._pin(memory.spill.input.view)
+        num_slots = config.num_instances if runner.runs_ahead and config.uses_gpu else 1
+        self._claims = Claims(_policy(config, ready.proof), config.num_instances, num_slots)
+        self._claims.seed(ready.timings)
         if runner.runs_ahead:
+            self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._epoll.register(self._wake_fd, select.EPOLLIN)
             self._answerer = threading.Thread(target=self._answer_all, daemon=True)
             self._answerer.start()
-        self._channel.send(ready)
+        self._tell_core(ready)
         return True
+
+    def _attach(self, sock: socket.socket) -> None:
+        """Serve one more shard."""
+        self._num_links += 1
+        link = ShardLink(self._num_links, Channel(sock))
+        self._links[sock.fileno()] = link
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+        assert self._claims is not None, "a model is loaded first"
+        self._claims.attach(link.number)
+        self._is_shared = self._is_shared or len(self._links) > 1
+
+    def _detach(self, link: ShardLink) -> None:
+        """Forget a shard whose socket has closed. Its memory stays while a batch uses it."""
+        fd = link.channel.fileno()
+        self._epoll.unregister(fd)
+        del self._links[fd]
+        assert self._claims is not None
+        self._claims.detach(link.number)
+        with self._lock:
+            link.is_gone = True
+            if not link.num_running:
+                self._unused.append(link)
+
+    def _forget_unused(self) -> None:
+        """Release the memory of shards that are gone."""
+        with self._lock:
+            unused, self._unused = self._unused, []
+        for link in unused:
+            if link.memory is not None and self.die is not None:
+                for memory in link.memory.inputs:
+                    self._pinning.unpin(memory)
+            link.close()
+
+    def _receive_all(self, fds: Sequence[int]) -> None:
+        for fd in fds:
+            self._receive(self._links[fd])
+
+    def _receive(self, link: ShardLink) -> None:
+        """Handle a frame of a shard. Each but unasked batches of an only shard is for `Claims`."""
+        received = link.channel.receive()
+        if received is None:
+            self._detach(link)
+            return
+        data, fds = received
+        frame = frames.decode_shard_to_worker(data)
+        if isinstance(frame, frames.Dispatch):
+            part = Part.of(link, frame)
+            if not self._is_shared and not frame.round:
+                self._run(Run((part,)))
+            else:
+                self._share().offered(_offer(part))
+        elif isinstance(frame, frames.Release):
+            assert link.memory is not None
+            link.memory.spill.release(frame.offsets)
+        elif isinstance(frame, frames.Want):
+            self._share().wanted(link.number, _queued(frame))
+        elif isinstance(frame, frames.Pass):
+            more = None if frame.more is None else _queued(frame.more)
+            self._share().passed(link.number, frame.round, more)
+        elif isinstance(frame, frames.MapSlab):
+            assert link.memory is not None
+            self._pin(link.memory.map_slab(frame.slab, frame.nbytes, fds[0]))
+        else:
+            self._greet(link, frame, fds)
+
+    def _greet(self, link: ShardLink, frame: frames.Hello, fds: Sequence[int]) -> None:
+        if frame.version != frames.VERSION:
+            log.error("a shard speaks frames %d, this worker %d", frame.version, frames.VERSION)
+            self._detach(link)
+            return
+        assert self._config is not None
+        link.memory = ShardMemory(self._config, frame.spill_bytes, fds)
+        self._pin(link.memory.spill.input.view)
+
+    def _share(self) -> Claims:
+        """Let `Claims` decide from now on."""
+        assert self._claims is not None
+        self._is_shared = True
+        return self._claims
+
+    def _decide(self) -> None:
+        """Send claims and run batches, as `Claims` says."""
+        claims = self._claims
+        assert claims is not None
+        with self._lock:
+            if self._num_unclaimed:
+                # Batches of the only shard there was may take all slots. Their end wakes this.
+                return
+            ended, self._ended = self._ended, []
+        for batch, at, has_failed in ended:
+            claims.ended(batch, at, has_failed=has_failed)
+        links = {link.number: link for link in self.links}
+        for decision in claims.decide(time.monotonic()):
+            if isinstance(decision, ClaimRows):
+                links[decision.shard].send(_claim(decision))
+                continue
+            parts = [each for offer in decision.offers if isinstance(each := offer.frame, Part)]
+            self._run(Run(parts, decision))
+        self._is_shared = len(self._links) > 1 or not claims.is_empty
 
     def _pin(self, memory: memoryview) -> None:
         """Pin shared memory for the GPU. Only in the worker's own process: a thread unmaps the
         memory while the process lives, and the GPU could still read it."""
+        if self.die is not None:
+            self._pinning.pin(memory)
+
+    @property
+    def _pinning(self) -> Runner:
         assert self._loaded is not None
         runner = self._loaded.runner
-        if self.die is not None:
-            (runner.inner if isinstance(runner, Headed) else runner).pin(memory)
+        return runner.inner if isinstance(runner, Headed) else runner
 
-    def _failed(self, batch: int, error: BaseException) -> frames.BatchFailed:
-        """Return the answer for a batch that failed. If the error lost the GPU, exit instead: the
-        core then finds the culprit by running the requests again, each alone."""
-        answer = frames.BatchFailed(batch, explain_error(error))
+    def _run(self, run: Run) -> None:
         assert self._loaded is not None
-        if self.die is not None and model_in(self._loaded.runner).is_lost():
-            log.error("the GPU is lost to this worker: %s", answer.error)
-            self.die()
-        return answer
-
-    def _run(self, frame: frames.Dispatch) -> None:
-        assert self._loaded is not None
+        if self._answerer is not None:
+            with self._lock:
+                self._num_unclaimed += run.claimed is None
+                for part in run.parts:
+                    part.link.num_running += 1
         try:
-            begun = self._loaded.begin(frame)
+            begun = self._loaded.begin(run.parts)
         except BaseException as error:  # Any exception of the model is answered.
-            failed = self._failed(frame.batch, error)
+            answers = self._failed(run.parts, error)
         else:
+            run = replace(run, begun=begun)
             if self._answerer is None:
-                self._answer(begun)
+                self._answer(run)
             else:
-                self._begun.put(begun)
+                self._begun.put(run)
             self._leave_if_asked()
             return
-        self._leave_if_full(failed)
-        self._send(failed)
+        self._send_all(run, answers)
+
+    def _failed(self, parts: Sequence[Part], error: BaseException) -> list[Answer]:
+        """Return the answers for a batch that failed. If the error lost the GPU, exit instead: the
+        core then finds the culprit by running the requests again, each alone."""
+        text = explain_error(error)
+        assert self._loaded is not None
+        if self.die is not None and model_in(self._loaded.runner).is_lost():
+            log.error("the GPU is lost to this worker: %s", text)
+            self.die()
+        return [frames.BatchFailed(part.frame.batch, text, len(parts) > 1) for part in parts]
 
     def _leave_if_asked(self) -> None:
         """Ask once to be replaced, if the runner wants it; the core then stops this worker."""
         reason = "" if self._watched is None else self._watched.restart_reason
         if reason:
             self._watched = None
-            self._channel.send(frames.Leaving(reason))
+            self._leave(reason)
 
-    def _leave_if_full(self, answer: frames.Done | frames.BatchFailed) -> None:
-        """Ask to be replaced if memory is exhausted; before the answer is sent, so that no batch
-        follows it. Invariant: the exceptions of the batch are gone."""
+    def _leave_if_full(self, answers: Sequence[Answer]) -> None:
+        """Ask to be replaced if memory is exhausted; before the answers are sent, so that no batch
+        follows them. Invariant: the exceptions of the batch are gone."""
         if self._memory_limit is None:
             return
-        errors = answer.errors.values() if isinstance(answer, frames.Done) else [answer.error]
+        errors: list[str] = []
+        for answer in answers:
+            if isinstance(answer, frames.Done):
+                errors += answer.errors.values()
+            else:
+                errors.append(answer.error)
         reason = self._memory_limit.restart_reason(errors)
         if reason:
             self._memory_limit = None
-            self._channel.send(frames.Leaving(reason))
+            self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        for link in self.links:
+            link.send(frames.Leaving(reason))
+        self._tell_core(frames.Leaving(reason))
 
     def _answer_all(self) -> None:
-        while (begun := self._begun.get()) is not None:
+        while (run := self._begun.get()) is not None:
             try:
-                self._answer(begun)
+                self._answer(run)
             except OSError:
                 return  # The core has exited; the other thread notices too.
+
+    def _finish_all(self) -> None:
+        """Run what shards sent before the core's Stop, answer all, and close the model."""
+        has_more = True
+        while has_more:
+            ready = [fd for fd, _ in self._epoll.poll(0) if fd in self._links]
+            self._receive_all(ready)
+            if self._is_shared:
+                self._decide()
+            has_more = bool(ready or self._ended)
+        self._end_answers()
+        if self._loaded is not None:
+            self._loaded.runner.close()
 
     def _end_answers(self) -> None:
         """Stop the answering thread after it has answered all started batches."""
@@ -220,25 +405,108 @@ class Worker:
             self._answerer.join()
             self._answerer = None
 
-    def _answer(self, begun: Begun) -> None:
-        assert self._loaded is not None
+    def _answer(self, run: Run) -> None:
+        assert self._loaded is not None and run.begun is not None
         try:
-            answer: frames.Done | frames.BatchFailed = self._loaded.finish(begun)
+            answers = self._answers(run.parts, self._loaded.finish(run.begun))
         except BaseException as error:  # Any exception of the model is answered.
-            answer = self._failed(begun.frame.batch, error)
-        self._leave_if_full(answer)
-        self._send(answer)
+            answers = self._failed(run.parts, error)
+        self._send_all(run, answers)
 
-    def _send(self, answer: frames.Done | frames.BatchFailed) -> None:
+    def _answers(
+        self, parts: Sequence[Part], found: Sequence[frames.Done | BaseException]
+    ) -> list[Answer]:
+        answers: list[Answer] = []
+        for part, each in zip(parts, found, strict=True):
+            if isinstance(each, frames.Done):
+                answers.append(each)
+            else:
+                (failed,) = self._failed([part], each)
+                answers.append(failed)
+        return answers
+
+    def _send_all(self, run: Run, answers: Sequence[Answer]) -> None:
+        """Answer the shards of a batch that has ended."""
+        self._leave_if_full(answers)
+        for part, answer in zip(run.parts, answers, strict=True):
+            self._send(part, answer)
+        has_failed = not isinstance(answers[0], frames.Done)
+        if self._answerer is None:
+            if run.claimed is not None:
+                self._ended.append((run.claimed, time.monotonic(), has_failed))
+            return
+        with self._lock:
+            if run.claimed is None:
+                self._num_unclaimed -= 1
+            else:
+                self._ended.append((run.claimed, time.monotonic(), has_failed))
+            for part in run.parts:
+                part.link.num_running -= 1
+                if part.link.is_gone and not part.link.num_running:
+                    self._unused.append(part.link)
+        if (self._is_shared or self._unused) and self._wake_fd is not None:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _send(self, part: Part, answer: Answer) -> None:
         try:
-            self._channel.send(answer)
+            part.link.send(answer)
         except OSError as error:
             if not isinstance(answer, frames.Done):
                 raise
-            assert self._memory is not None
-            self._memory.spill.release(each.offset for part in answer.outputs for each in part)
+            part.memory.spill.release(each.offset for some in answer.outputs for each in some)
             text = f"the answer's description does not fit a frame: {error.strerror}"
-            self._channel.send(frames.BatchFailed(answer.batch, text))
+            part.link.send(frames.BatchFailed(answer.batch, text))
+
+    def _tell_core(self, frame: frames.FromWorker) -> None:
+        self._channel.send(frames.encode(frame))
+
+
+def _policy(config: ModelConfig, proof: frames.Proof) -> BatchPolicy:
+    """Return how shards are served: as the core batches, given this proof."""
+    is_batched = config.max_batch_size > 0 and not proof.unbatched
+    return config.batching if is_batched else replace(config.batching, is_dynamic=False)
+
+
+def _offer(part: Part) -> Offer:
+    frame = part.frame
+    return Offer(
+        part.link.number,
+        part.num_rows,
+        # Without a geometry it is merged with nothing.
+        frame.geometry or part,
+        frame.round,
+        frame.num_tokens,
+        frame.is_alone,
+        None if frame.more is None else _queued(frame.more),
+        part,
+    )
+
+
+def _queued(frame: frames.Want) -> Queued:
+    return Queued(
+        frame.rows,
+        frame.tokens,
+        frame.due,
+        frame.head_rows,
+        frame.head_tokens,
+        frame.geometry,
+        frame.arrivals_per_s,
+    )
+
+
+def _claim(decision: ClaimRows) -> frames.Claim:
+    share = decision.share
+    # What was offered without a geometry is merged with nothing.
+    geometry = share.geometry if isinstance(share.geometry, str) else None
+    return frames.Claim(
+        decision.round,
+        share.max_rows,
+        share.others_rows,
+        share.ends_at,
+        share.drops_late,
+        geometry,
+        share.max_tokens,
+    )
 
 
 def _prepare(load: frames.LoadModel) -> None:
@@ -263,7 +531,8 @@ def main() -> None:
     except BaseException as error:  # Errors outside of batches end the worker.
         log.error("the worker failed", exc_info=error)
         with contextlib.suppress(OSError):
-            channel.send(frames.StartFailed((f"the worker failed: {describe_error(error)}",)))
+            failed = frames.StartFailed((f"the worker failed: {describe_error(error)}",))
+            channel.send(frames.encode(failed))
         os._exit(1)
     channel.close()
     sys.stdout.flush()

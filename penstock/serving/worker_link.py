@@ -1,65 +1,47 @@
-"""A worker as a shard sees it: whether it takes batches, and those that it has.
-
-The dispatcher owns it and sends through it. Knows no process: the core starts, stops and kills it.
-"""
+"""A shard's end of the socket to one worker, with the spill for that worker's outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
 
-from penstock.serving.batches import RunningBatch
-from penstock.serving.slab import Segment
+from penstock.processes.channel import Datagrams
+from penstock.serving.slab import Segment, Slab
+from penstock.wire import frames
 
-Send = Callable[[bytes, tuple[int, ...]], None]
 
+class WorkerLink(Datagrams):
+    """Sends the worker this shard's memory: the spill first, and slabs as they are made. That the
+    worker has closed its end is no news: its death is told by the supervisor."""
 
-@dataclass(slots=True, eq=False)
-class WorkerLink:
-    """The worker in the place `index`. `batches` are in flight, in the order they were sent; at
-    most `num_slots`, one for each model instance that the worker runs."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        received: Callable[[memoryview], object],
+        input_spill: Segment,
+    ) -> None:
+        """OSError if there is no memory; then the socket is closed."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            self.output_spill = Segment(input_spill.nbytes)
+            undo.callback(self.output_spill.close)
+            super().__init__(loop, sock, received, lambda: None)
+            undo.callback(super().close)
+            hello = frames.Hello(frames.VERSION, input_spill.nbytes)
+            self.send(frames.encode(hello), (input_spill.fd, self.output_spill.fd))
+            undo.pop_all()
+        self._num_slabs = 0
 
-    index: int
-    num_slots: int = 1
-    # Number of the worker; 0 while there is none.
-    life: int = 0
-    # None while it has no worker: frames to a dead worker are dropped.
-    _send: Send | None = None
-    output_spill: Segment | None = None
-    # It is to be replaced: it gets no more batches.
-    is_leaving: bool = False
-    batches: list[RunningBatch] = field(default_factory=list)
-    # When it last answered a batch, by the model's clock.
-    answered_at: float = 0.0
-
-    def open(self, life: int, send: Send, output_spill: Segment) -> None:
-        """Use a new worker, which is ready."""
-        self.life, self._send, self.output_spill = life, send, output_spill
-        self.is_leaving = False
-
-    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Send now, or when the socket has room."""
-        if self._send is not None:
-            self._send(data, fds)
+    def map_slabs(self, slabs: Sequence[Slab]) -> None:
+        """Map those that are new, of all slabs there are."""
+        for slab in slabs[self._num_slabs :]:
+            self.send(frames.encode(frames.MapSlab(slab.id, slab.seg.nbytes)), (slab.seg.fd,))
+        self._num_slabs = len(slabs)
 
     def close(self) -> None:
-        self._send = None
-        if self.output_spill is not None:
-            self.output_spill.close()
-            self.output_spill = None
-
-    @property
-    def is_ready(self) -> bool:
-        return self._send is not None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it can take another batch."""
-        return self._send is not None and not self.is_leaving and len(self.batches) < self.num_slots
-
-    @property
-    def state(self) -> Literal["idle", "busy", "not ready"]:
-        if self.is_idle:
-            return "idle"
-        return "busy" if self.is_ready else "not ready"
+        super().close()
+        self._sock.close()
+        self.output_spill.close()

@@ -1,4 +1,4 @@
-"""Tensors of any size between a worker and the core: the input and output spill of one worker.
+"""Tensors of any size between a worker and a shard: the input and output spill of one link.
 
 Requests whose rows have no fixed size, and outputs of variable shapes, are extents of these
 segments instead of slab rows.
@@ -9,9 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Sequence
 
-import numpy as np
-
-from penstock.backends import Batch
 from penstock.errors import BackendFailed
 from penstock.serving.padding import Crop, cropped
 from penstock.serving.slab import Extents, Segment
@@ -30,17 +27,11 @@ class WorkerSpill:
         # If the runner runs ahead, one thread writes answers and another releases them.
         self._lock = threading.Lock()
 
-    def gather(self, frame: frames.Dispatch) -> Batch:
-        """Return the batch of a frame whose requests have extents."""
-        stacked: dict[str, list[Array]] = {}
-        for part in frame.requests:
-            for extent in part.inputs:
-                stacked.setdefault(extent.name, []).append(self._read(extent))
-        inputs = {
-            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-            for name, arrays in stacked.items()
-        }
-        return Batch(inputs, sum(part.num_rows for part in frame.requests), frame.requests)
+    def read(self, requests: Sequence[frames.RequestPart]) -> list[dict[str, Array]]:
+        """Return the inputs of each request."""
+        return [
+            {extent.name: self._read(extent) for extent in request.inputs} for request in requests
+        ]
 
     def _read(self, extent: frames.Extent) -> Array:
         data = self.input.view[extent.offset : extent.offset + extent.nbytes]

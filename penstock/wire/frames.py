@@ -1,4 +1,4 @@
-"""The messages between the core and its workers, and between the core and front processes.
+"""The messages of the core and of shards with workers, and of the core with front processes.
 
 One frame is one datagram of a SOCK_SEQPACKET pair: MessagePack of a tagged array, a few hundred
 bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exchanged first and
@@ -7,14 +7,20 @@ other change increments the version.
 Fronts use one frame per request, so their datagrams are arrays of all pending frames (`join`); only
 the first, OpenFront, is sent alone.
 
-    core → worker   LoadModel, Enclosed, MapSlab, Dispatch, Release, Stop
-    worker → core   WorkerReady, StartFailed, Done, BatchFailed, Leaving
+    core → worker   LoadModel, Enclosed, Attach, Stop
+    worker → core   WorkerReady, StartFailed, Leaving
+    shard → worker  Hello, MapSlab, Want, Dispatch, Pass, Release
+    worker → shard  Claim, Done, BatchFailed, Leaving
     core → front    OpenFront, SetKeys, InferReply, AskReply, Forwarded, Ping, Drain, Stop
     front → core    Listening, StartFailed, Infer, Cancel, Release, Ask, Forward, Pong
+
+A shard holds requests, and has a socket of its own to each worker; the core is one. A worker merges
+the rows of several shards in one batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -23,7 +29,7 @@ import msgspec
 from penstock.config import HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
-VERSION = 1
+VERSION = 2
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
@@ -76,11 +82,10 @@ class Proof(Frame, tag="prf"):
 
 
 class LoadModel(Frame, tag="load"):
-    """First frame to a worker, with the input and output spill. A `proof` replaces trial runs."""
+    """First frame to a worker. A `proof` replaces trial runs."""
 
     version: int
     model: ModelConfig
-    spill_bytes: int
     proof: Proof | None = None
     # Environment variables for the model's code, added to those of the process.
     environment: dict[str, str] = {}
@@ -92,22 +97,82 @@ class Enclosed(Frame, tag="seg"):
     nbytes: int
 
 
+class Attach(Frame, tag="att"):
+    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts."""
+
+    shard: int
+    life: int = 0
+
+
+class Hello(Frame, tag="hi"):
+    """First frame of a shard to a worker, with the shard's input spill and this worker's output
+    spill."""
+
+    version: int
+    spill_bytes: int
+
+
 class MapSlab(Frame, tag="map"):
-    """A slab of the model, with its descriptor."""
+    """A slab of the shard, with its descriptor."""
 
     slab: int
     nbytes: int
 
 
+class Want(Frame, tag="want"):
+    """What a shard has queued and could give now, as in `serving.shares.Queued`; the worker answers
+    with a Claim when a slot is free."""
+
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    # By the monotonic clock.
+    due: float = math.inf
+    head_rows: int = 1
+    head_tokens: int = 0
+    geometry: str | None = None
+    arrivals_per_s: float = 0.0
+
+
 class Dispatch(Frame, tag="run"):
     """Run one batch: rows of slabs (`runs`, with the row shape of each input and the row capacity
-    that fixes the layout) or, if `runs` is empty, the extents of `requests`."""
+    that fixes the layout) or, if `runs` is empty, the extents of `requests`. The worker may merge
+    it with those of other shards that have the same geometry, unless it `is_alone`: then nothing
+    else runs meanwhile."""
 
     batch: int
     runs: tuple[RowRange, ...]
     row_shapes: tuple[tuple[int, ...], ...] = ()
     capacity: int = 0
     requests: tuple[RequestPart, ...] = ()
+    # Equal for batches that can be merged.
+    geometry: str = ""
+    is_alone: bool = False
+    # Its share of a token budget; 0 without one.
+    num_tokens: int = 0
+    # The Claim that it answers; 0: sent without one.
+    round: int = 0
+    # What is left; None: nothing that could be given now.
+    more: Want | None = None
+
+
+class Pass(Frame, tag="pass"):
+    """The answer to a Claim of a shard that has nothing to give, except `more`."""
+
+    round: int
+    more: Want | None = None
+
+
+class Claim(Frame, tag="clm"):
+    """A slot is free: the shard answers with a Dispatch, within a `serving.shares.Share`, or with
+    Pass."""
+
+    round: int
+    max_rows: int
+    others_rows: int = 0
+    ends_at: float = -math.inf
+    drops_late: bool = False
+    geometry: str | None = None
+    max_tokens: float = math.inf
 
 
 class Release(Frame, tag="rel"):
@@ -152,17 +217,25 @@ class Done(Frame, tag="ok"):
     errors: dict[int, str] = {}
     # Those of `errors` that are the client's: the request cannot be run.
     invalid: tuple[int, ...] = ()
+    # Rows of the whole batch, those of other shards included; 0: there were no others.
+    total_rows: int = 0
+    total_tokens: int = 0
+    # Of the shards that share a batch, one counts it.
+    is_first: bool = True
 
 
 class BatchFailed(Frame, tag="err"):
-    """The whole batch failed in the model; the worker itself is healthy."""
+    """The whole batch failed in the model; the worker itself is healthy. `is_merged`: it had rows
+    of other shards, which may be the cause."""
 
     batch: int
     error: str
+    is_merged: bool = False
 
 
 class Leaving(Frame, tag="bye"):
-    """A healthy worker asks to be replaced: it answers what it has, then waits for Stop."""
+    """A healthy worker asks to be replaced: it answers what it has, then waits for Stop. Shards
+    learn it before the answer that caused it, so no batch follows that."""
 
     reason: str
 
@@ -204,6 +277,8 @@ class OpenFront(Frame, tag="open"):
     logs_requests: bool = False
     # The TLS files; None: plain text.
     tls: TlsConfig | None = None
+    # Number of a shard; None: a front, which has no models. A third descriptor is its listener.
+    shard: int | None = None
 
 
 class SetKeys(Frame, tag="keys"):
@@ -350,12 +425,11 @@ class ModelProved(Frame, tag="prv"):
 
 
 class SetWorker(Frame, tag="setw"):
-    """The instance `index` has a ready worker, its `life`; or, if it `is_leaving`, that worker gets
-    no more batches."""
+    """The instance `index` has a ready worker, its `life`, with warm durations. To another process
+    it comes with the descriptor of the socket to that worker."""
 
     index: int
     life: int
-    is_leaving: bool = False
     timings: dict[int, float] = {}
 
 
@@ -396,14 +470,136 @@ class SetQuarantine(Frame, tag="qtn"):
     keys: dict[bytes, float]
 
 
-ToWorker = LoadModel | Enclosed | MapSlab | Dispatch | Release | Stop
-FromWorker = WorkerReady | StartFailed | Done | BatchFailed | Leaving
-FromFront = Listening | StartFailed | Infer | Cancel | Release | Ask | Forward | Pong
-ToFront = OpenFront | SetKeys | InferReply | AskReply | Forwarded | Ping | Drain | Stop
+class SetReason(Frame, tag="why"):
+    """Why the last worker ended."""
+
+    text: str
+
+
+class TryGranted(Frame, tag="try"):
+    """The answer to MayTry, once a suspect may run. The grant ends with Tried."""
+
+
+class Answered(Frame, tag="answ"):
+    """A worker has answered, after a Verdict that awaits it."""
+
+
+class MayTry(Frame, tag="may"):
+    """A shard has a suspect to run, which may kill its worker. `is_patient`: it can wait for a
+    spare worker."""
+
+    is_patient: bool
+
+
+class Tried(Frame, tag="trd"):
+    """A suspect has ended, or there is none any more."""
+
+
+class Hung(Frame, tag="hung"):
+    """A worker takes too long over a batch."""
+
+    index: int
+    life: int
+
+
+class Left(Frame, tag="left"):
+    """A leaving worker has answered all that this shard sent."""
+
+    index: int
+    life: int
+
+
+ToPartMessage = ModelProved | SetWorker | Died | Verdict | SetQuarantine | SetReason | TryGranted
+FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left
+
+
+class ToPart(Frame, tag="tpt"):
+    """A message of the core about one stage of a model, to a shard in another process."""
+
+    part: int
+    message: ToPartMessage
+
+
+class FromPart(Frame, tag="fpt"):
+    """A shard's message about one stage of a model."""
+
+    part: int
+    message: FromPartMessage
+
+
+class OpenModel(Frame, tag="opm"):
+    """Prepare to serve a version of a model; `parts` number its stages."""
+
+    model: int
+    config: ModelConfig
+    parts: tuple[int, ...]
+
+
+class Publish(Frame, tag="pub"):
+    """All models that requests may use, by name. `failures` could not be loaded, and why; `awaited`
+    are loading. A later `epoch` replaces an earlier one."""
+
+    epoch: int
+    models: dict[str, tuple[int, ...]]
+    failures: dict[str, tuple[str, ...]]
+    awaited: tuple[str, ...]
+
+
+class DrainModel(Frame, tag="drm"):
+    """Answer when everything that the model has admitted is answered."""
+
+    model: int
+
+
+class RetireModel(Frame, tag="ret"):
+    """Close a model; requests that are still queued get an error."""
+
+    model: int
+
+
+class ReadModels(Frame, tag="rdm"):
+    """Answer with the statistics of all models, as `serving.shard.ModelReading` by number."""
+
+
+class ExplainModel(Frame, tag="exm"):
+    """Answer with the explanation of a model."""
+
+    model: int
+
+
+ShardQuestion = OpenModel | Publish | DrainModel | RetireModel | ReadModels | ExplainModel
+
+
+class AskShard(Frame, tag="asks"):
+    """A question to a shard: the one piece of `parcel` is an encoded ShardQuestion."""
+
+    call: int
+    parcel: Parcel
+
+
+class ShardAnswer(Frame, tag="anss"):
+    """The answer is the one piece of `parcel`; `error`: there is none, and why."""
+
+    call: int
+    parcel: Parcel
+    error: str = ""
+
+
+ToWorker = LoadModel | Enclosed | Attach | Stop
+FromWorker = WorkerReady | StartFailed | Leaving
+ShardToWorker = Hello | MapSlab | Want | Dispatch | Pass | Release
+WorkerToShard = Claim | Done | BatchFailed | Leaving
+FromShard = FromPart | ShardAnswer
+ToShard = ToPart | AskShard | Release
+FromFront = Listening | StartFailed | Infer | Cancel | Release | Ask | Forward | Pong | FromShard
+ToFront = OpenFront | SetKeys | InferReply | AskReply | Forwarded | Ping | Drain | Stop | ToShard
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+decode_shard_to_worker = msgspec.msgpack.Decoder(ShardToWorker).decode
+decode_worker_to_shard = msgspec.msgpack.Decoder(WorkerToShard).decode
+decode_shard_question = msgspec.msgpack.Decoder(ShardQuestion).decode
 decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
 decode_all_from_front = msgspec.msgpack.Decoder(list[FromFront]).decode
 decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode

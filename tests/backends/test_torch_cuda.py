@@ -40,7 +40,7 @@ def test_a_cpu_has_no_way_to_it():
 
 class TestPipeline:
     def test_answers_are_those_of_the_rows_that_were_sent(self):
-        found = answers(pipeline(FakeGpu()).start(rows(3), 3, 4))
+        found = answers(pipeline(FakeGpu()).start([rows(3)], 3, 4))
         np.testing.assert_array_equal(found["y"], rows(3)["x"].numpy() * 2)
         assert found["rows"].tolist() == [[4]] * 3
 
@@ -52,23 +52,23 @@ class TestPipeline:
             seen.append(inputs["x"].clone())
             return inputs
 
-        Pipeline(FakeGpu(), kept, 1, False, has_empty_rows).start(rows(3, 1), 3, 4).wait()
+        Pipeline(FakeGpu(), kept, 1, False, has_empty_rows).start([rows(3, 1)], 3, 4).wait()
         last = torch.zeros(3) if has_empty_rows else rows(3, 1)["x"][2]
         assert torch.equal(seen[0][3], last)
 
     def test_without_rows_it_runs_as_it_is(self):
-        found = answers(pipeline(FakeGpu()).start(rows(2), None, 1))
+        found = answers(pipeline(FakeGpu()).start([rows(2)], None, 1))
         assert found["y"].shape == (2, 3)
 
     def test_each_lane_follows_the_one_before(self):
         gpu = FakeGpu()
-        pipeline(gpu).start(rows(2), 2, 2)
+        pipeline(gpu).start([rows(2)], 2, 2)
         # Marks: begun, copied (2), computing begins, computed (4), out.
         assert gpu.did == ["in", "compute after 2", "compute", "out after 4", "out"]
 
     def test_nothing_is_waited_for_before_it_is_asked_for(self):
         gpu = FakeGpu()
-        execution = pipeline(gpu).start(rows(2), 2, 2)
+        execution = pipeline(gpu).start([rows(2)], 2, 2)
         assert gpu.waited == []
         execution.wait()
         assert gpu.waited == [5]
@@ -77,17 +77,17 @@ class TestPipeline:
 
     def test_batches_on_their_way_have_memory_of_their_own(self):
         running = pipeline(FakeGpu(), num_slots=2)
-        first, second = running.start(rows(2), 2, 2), running.start(rows(2, 100), 2, 2)
+        first, second = running.start([rows(2)], 2, 2), running.start([rows(2, 100)], 2, 2)
         np.testing.assert_array_equal(answers(first)["y"], rows(2)["x"].numpy() * 2)
         np.testing.assert_array_equal(answers(second)["y"], rows(2, 100)["x"].numpy() * 2)
 
     def test_memory_is_taken_once(self):
         gpu = FakeGpu()
         running = pipeline(gpu)
-        answers(running.start(rows(4), 4, 4))
+        answers(running.start([rows(4)], 4, 4))
         num_allocated = len(gpu.allocated)
         for count in (1, 2, 4):
-            answers(running.start(rows(count), count, count))
+            answers(running.start([rows(count)], count, count))
         assert len(gpu.allocated) == num_allocated
 
     def test_shared_memory_is_pinned_once(self):
@@ -96,6 +96,43 @@ class TestPipeline:
         running.pin(memoryview(bytearray(100)))
         assert gpu.pinned_bytes == [100]
         assert running.facts()["copies"] == "from shared memory"
+
+    @pytest.mark.parametrize("num_run", [6, 8])
+    @pytest.mark.parametrize("row_bytes", [12, 64 << 10], ids=["small rows", "large rows"])
+    @pytest.mark.parametrize("is_pinned", [False, True])
+    def test_pieces_are_the_same_as_one(self, num_run, row_bytes, is_pinned):
+        gpu = FakeGpu()
+        slabs = [memoryview(bytearray(4 * row_bytes)) for _ in range(3)]
+        running = Pipeline(gpu, lambda inputs: {"y": inputs["x"] * 2}, 1, False)
+        pieces = []
+        for number, (slab, count) in enumerate(zip(slabs, (1, 3, 2), strict=True)):
+            if is_pinned:
+                running.pin(slab)
+            array = np.frombuffer(slab, np.float32).reshape(4, -1)[1 : 1 + count]
+            array[...] = np.arange(array.size).reshape(array.shape) + 1000 * number
+            array.flags.writeable = False
+            pieces.append({"x": alias(array)})
+        num_before = gpu.num_pinned
+        found = answers(running.start(pieces, 6, num_run))["y"]
+        np.testing.assert_array_equal(found, torch.cat([each["x"] for each in pieces]) * 2)
+        is_direct = is_pinned and row_bytes > 12
+        # The answers have a pinned buffer in any case.
+        assert gpu.num_pinned - num_before == (1 if is_direct else 2)
+
+    def test_memory_that_was_unpinned_is_staged_again(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu)
+        slabs = [memoryview(bytearray(120)) for _ in range(2)]
+        for slab in slabs:
+            running.pin(slab)
+        array = np.frombuffer(slabs[0], np.float32).reshape(10, 3)
+        answers(running.start([{"x": alias(array)}], 10, 10))
+        assert gpu.num_pinned == 1
+        running.unpin(slabs[0])
+        running.unpin(slabs[0])
+        assert gpu.pinned_bytes == [120]
+        answers(running.start([{"x": alias(array)}], 10, 10))
+        assert gpu.num_pinned == 2
 
     def test_memory_that_cannot_be_pinned_is_said(self):
         running = pipeline(FakeGpu(may_pin=False))
@@ -106,20 +143,20 @@ class TestPipeline:
         gpu = FakeGpu()
         running = Pipeline(gpu, doubled, 4, False, num_streams=2)
         for start in range(4):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         lanes = [each for each in gpu.did if each in ("compute", "compute 1")]
         assert lanes == ["compute 1", "compute", "compute 1", "compute"]
         assert running.facts()["streams"] == "2"
 
     def test_the_time_of_computing_is_known(self):
-        execution = pipeline(FakeGpu()).start(rows(2), 2, 2)
+        execution = pipeline(FakeGpu()).start([rows(2)], 2, 2)
         execution.wait()
         assert execution.compute_s == pytest.approx(0.001)
 
     def test_ranges_show_the_stages_of_a_batch(self):
         gpu = FakeGpu()
-        Pipeline(gpu, doubled, 2, False, label="resnet").start(rows(3), 3, 4)
+        Pipeline(gpu, doubled, 2, False, label="resnet").start([rows(3)], 3, 4)
         assert gpu.notes == [
             (0, "resnet: batch of 4 on slot 1"),
             (1, "resnet: copy in"),
@@ -130,7 +167,7 @@ class TestPipeline:
     def test_without_a_label_there_are_no_ranges(self):
         gpu = FakeGpu()
         running = pipeline(gpu)
-        running.start(rows(3), 3, 4)
+        running.start([rows(3)], 3, 4)
         assert gpu.notes == []
         assert "nvtx" not in running.facts()
 
@@ -149,7 +186,7 @@ class TestGraphs:
         gpu = FakeGpu()
         running = Pipeline(gpu, doubled, 2, True, num_streams=2)
         for start in range(5):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         # Both are captured when the shape comes first, so that no batch waits for it later.
         assert (gpu.num_captures, gpu.num_replays) == (2, 4)
@@ -168,7 +205,7 @@ class TestGraphs:
 
         gpu.capture = failing
         for start in range(LOOK_EVERY + 6):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         assert gpu.num_captures == 2
         assert not running.postponed
@@ -177,7 +214,7 @@ class TestGraphs:
         gpu = FakeGpu()
         running = pipeline(gpu, is_captured=True)
         for start in (0, 10, 20):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         assert (gpu.num_captures, gpu.num_replays) == (1, 2)
         assert running.facts()["cuda_graphs"] == "1"
@@ -186,20 +223,20 @@ class TestGraphs:
         gpu = FakeGpu()
         running = pipeline(gpu, is_captured=True)
         for count in (1, 2, 1, 2):
-            assert answers(running.start(rows(count), count, count))["y"].shape == (count, 3)
+            assert answers(running.start([rows(count)], count, count))["y"].shape == (count, 3)
         assert (gpu.num_captures, gpu.num_replays) == (2, 2)
 
     def test_each_variant_has_its_own(self):
         gpu = FakeGpu()
         running = pipeline(gpu, is_captured=True)
         for variant in (64, 128, 64, 128):
-            running.start(rows(2), 2, 2, variant)
+            running.start([rows(2)], 2, 2, variant)
         assert (gpu.num_captures, gpu.num_replays) == (2, 2)
 
     def test_an_answer_outlives_the_next_replay(self):
         running = pipeline(FakeGpu(), num_slots=2, is_captured=True)
-        answers(running.start(rows(2), 2, 2))
-        first, second = running.start(rows(2, 1), 2, 2), running.start(rows(2, 2), 2, 2)
+        answers(running.start([rows(2)], 2, 2))
+        first, second = running.start([rows(2, 1)], 2, 2), running.start([rows(2, 2)], 2, 2)
         np.testing.assert_array_equal(answers(first)["y"], rows(2, 1)["x"].numpy() * 2)
         np.testing.assert_array_equal(answers(second)["y"], rows(2, 2)["x"].numpy() * 2)
 
@@ -207,7 +244,7 @@ class TestGraphs:
         gpu = FakeGpu(may_capture=False)
         running = pipeline(gpu, is_captured=True)
         for start in (0, 10):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         facts = running.facts()
         assert facts["cuda_graphs"] == "0"
@@ -226,7 +263,7 @@ class TestGraphs:
     def test_off_unless_asked_for(self):
         gpu = FakeGpu()
         running = pipeline(gpu)
-        answers(running.start(rows(2), 2, 2))
+        answers(running.start([rows(2)], 2, 2))
         assert gpu.num_captures == 0 and running.facts()["cuda_graphs"] == "off"
 
 
@@ -276,7 +313,7 @@ class TestMemory:
     def test_a_batch_without_memory_is_tried_again_with_what_can_be_given_back(self, error):
         gpu = FakeGpu()
         running = Pipeline(gpu, self.failing(1, error), 1, False)
-        found = answers(running.start(rows(2), 2, 2))
+        found = answers(running.start([rows(2)], 2, 2))
         np.testing.assert_array_equal(found["y"], rows(2)["x"].numpy() * 2)
         assert gpu.num_shrinks == 1
         assert running.facts()["memory_given_back"] == "1 times"
@@ -284,18 +321,18 @@ class TestMemory:
     def test_if_that_is_not_enough_only_this_batch_fails(self):
         running = Pipeline(FakeGpu(), self.failing(2), 1, False)
         with pytest.raises(torch.OutOfMemoryError):
-            running.start(rows(2), 2, 2)
-        found = answers(running.start(rows(2, 50), 2, 2))
+            running.start([rows(2)], 2, 2)
+        found = answers(running.start([rows(2, 50)], 2, 2))
         np.testing.assert_array_equal(found["y"], rows(2, 50)["x"].numpy() * 2)
 
     def test_an_error_that_says_little_is_believed_where_the_gpu_is_full(self):
         error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
         gpu = FakeGpu()
         with pytest.raises(RuntimeError, match="INTERNAL"):
-            Pipeline(gpu, self.failing(1, error), 1, False).start(rows(2), 2, 2)
+            Pipeline(gpu, self.failing(1, error), 1, False).start([rows(2)], 2, 2)
         assert gpu.num_shrinks == 0
         gpu.use = Use(1 << 30, 1 << 30, 1 << 20)
-        answers(Pipeline(gpu, self.failing(1, error), 1, False).start(rows(2), 2, 2))
+        answers(Pipeline(gpu, self.failing(1, error), 1, False).start([rows(2)], 2, 2))
         assert gpu.num_shrinks == 1
 
     def test_a_graph_that_found_no_memory_is_captured_later(self):
@@ -305,13 +342,13 @@ class TestMemory:
         gpu.capture_errors = [ended, ended]
         running = pipeline(gpu, is_captured=True)
         for start in range(LOOK_EVERY):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         assert (gpu.num_captures, gpu.num_shrinks) == (0, 1)
         assert running.facts()["cuda_graphs_postponed"] == "1 shapes: no memory"
         assert "without_cuda_graph" not in running.facts()
         for start in range(2):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         assert (gpu.num_captures, gpu.num_replays) == (1, 1)
         assert "cuda_graphs_postponed" not in running.facts()
@@ -321,7 +358,7 @@ class TestMemory:
         gpu.capture_errors = [self.NO_MEMORY]
         running = pipeline(gpu, is_captured=True)
         for start in range(2):
-            found = answers(running.start(rows(2, start), 2, 2))
+            found = answers(running.start([rows(2, start)], 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         assert (gpu.num_captures, gpu.num_replays, gpu.num_shrinks) == (1, 1, 1)
         assert "cuda_graphs_postponed" not in running.facts()
@@ -336,18 +373,18 @@ class TestMemory:
             return doubled(inputs)
 
         running = Pipeline(FakeGpu(), compute, 2, False)
-        first = running.start(rows(2), 2, 2)
+        first = running.start([rows(2)], 2, 2)
         fails.append("not today")
         with pytest.raises(ValueError, match="not today"):
-            running.start(rows(2, 50), 2, 2)
-        second = running.start(rows(2, 100), 2, 2)
+            running.start([rows(2, 50)], 2, 2)
+        second = running.start([rows(2, 100)], 2, 2)
         np.testing.assert_array_equal(answers(first)["y"], rows(2)["x"].numpy() * 2)
         np.testing.assert_array_equal(answers(second)["y"], rows(2, 100)["x"].numpy() * 2)
 
     def looked(self, gpu: FakeGpu, running: Pipeline) -> None:
         """As many batches as it takes to look at the memory once."""
         for _ in range(LOOK_EVERY):
-            running.start(rows(1), 1, 1)
+            running.start([rows(1)], 1, 1)
 
     def test_a_full_gpu_gets_back_what_is_kept_and_then_a_new_worker(self):
         gpu = FakeGpu()

@@ -109,6 +109,8 @@ def frame(data: bytes) -> None:
     for decode in (
         frames.decode_to_worker,
         frames.decode_from_worker,
+        frames.decode_shard_to_worker,
+        frames.decode_worker_to_shard,
         frames.decode_to_front,
         frames.decode_all_to_front,
         frames.decode_all_from_front,
@@ -334,6 +336,9 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
         compressed: [compression.deflate(whole, each) for each in compression.ENCODINGS],
         frame: [
             frames.encode(frames.MapSlab(1, 4096)),
+            frames.encode(frames.Dispatch(7, (), more=frames.Want((5,), geometry="g"))),
+            frames.encode(frames.Claim(3, 16, 48, 0.5, True)),
+            frames.encode(frames.Attach(1)),
             frames.encode(frames.StartFailed(("why",))),
             frames.encode(frames.AskReply(1, b"{}")),
             frames.join([frames.encode(frames.Cancel(1)), frames.encode(frames.Pong())]),

@@ -118,7 +118,7 @@ def test_what_finds_no_memory_is_tried_once_more():
     products, given, gpu = Products(Full(), "cpu"), operands(), FakeGpu()
     form = GemmForm(5, 16, 24, torch.float16, torch.float16)
     pipeline = Pipeline(gpu, lambda _: {"y": products.multiply(form, given, 0)}, 1, False)
-    (found,) = pipeline.start({"x": torch.zeros(5, 1)}, 5, 5).wait()
+    (found,) = pipeline.start([{"x": torch.zeros(5, 1)}], 5, 5).wait()
     wanted = given.x.float() @ given.weight.float().t() + given.bias.float()
     assert torch.allclose(torch.from_numpy(found["y"]).float(), wanted, rtol=1e-2, atol=2e-2)
     assert gpu.num_shrinks == 1

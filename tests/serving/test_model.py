@@ -1,7 +1,6 @@
 """The model with workers on strings: every request ends exactly once, with its own bytes."""
 
 import asyncio
-import os
 import random
 import re
 import socket
@@ -481,7 +480,7 @@ LARGE = {
 
 @pytest.mark.parametrize("config", LARGE.values(), ids=LARGE.keys())
 def test_configurations_larger_than_a_frame_are_loaded(config):
-    assert len(frames.encode(frames.LoadModel(1, config, 0))) > 300_000
+    assert len(frames.encode(frames.LoadModel(1, config))) > 300_000
 
     async def scenario(model, puppets):
         request = ask(config, *[canary(number, (1, 4)) for number in range(len(config.inputs))])
@@ -1519,23 +1518,27 @@ class FullMemory:
 def worker_alone(config: ModelConfig, die: Callable[[], None] | None):
     """A worker without a core; yields what runs a batch of 1000 and returns the frames it sent."""
     ours, theirs = socket_pair()
+    core, control = socket_pair()
     inputs, outputs = Segment(1 << 16), Segment(1 << 16)
-    with ours, theirs:
-        made = worker.Worker(worker.Channel(theirs), die=die)
-        load = frames.LoadModel(frames.VERSION, config, 1 << 16, None)
-        fds = (os.dup(inputs.fd), os.dup(outputs.fd))
-        socket.send_fds(ours, [frames.encode(load)], fds)
-        assert made.step()
+    with ours, core, control:
+        made = worker.Worker(worker.Channel(control), die=die)
+        core.send(frames.encode(frames.LoadModel(frames.VERSION, config)))
+        socket.send_fds(core, [frames.encode(frames.Attach(0))], (theirs.fileno(),))
+        theirs.close()
+        hello = frames.encode(frames.Hello(frames.VERSION, 1 << 16))
+        socket.send_fds(ours, [hello], (inputs.fd, outputs.fd))
+        while made.has_work:
+            assert made.step()
         buffer = bytearray(frames.MAX_FRAME_BYTES)
 
-        def receive_all() -> list[frames.FromWorker]:
+        def receive_all() -> list[frames.WorkerToShard]:
             received = []
             with suppress(BlockingIOError):
                 while size := ours.recv_into(buffer):
-                    received.append(frames.decode_from_worker(memoryview(buffer)[:size]))
+                    received.append(frames.decode_worker_to_shard(memoryview(buffer)[:size]))
             return received
 
-        def run_batch() -> list[frames.FromWorker]:
+        def run_batch() -> list[frames.WorkerToShard]:
             extent = frames.Extent("x", "INT64", (1, 4), 0, 32)
             inputs.view[:32] = canary(1, (1, 4)).tobytes()
             part = frames.RequestPart("", 1, (extent,))

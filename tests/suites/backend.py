@@ -154,6 +154,18 @@ class BackendContract:
         array = values(datatype, (MAX_BATCH, 3))
         assert_same(run(runner, {"x0": array}, MAX_BATCH)["y0"], array, datatype)
 
+    @pytest.mark.parametrize("datatype", DATATYPES)
+    def test_rows_in_several_pieces_are_the_same_as_in_one(
+        self, tmp_path: Path, datatype: str
+    ) -> None:
+        runner = self.load(self.echo_config(tmp_path, datatype))
+        pieces = [{"x0": values(datatype, (count, 3), count)} for count in (1, 3, 1)]
+        [outputs] = runner.start(Batch.of(pieces, MAX_BATCH)).wait()
+        whole = np.concatenate([piece["x0"] for piece in pieces])
+        assert_same(outputs["y0"], whole, datatype)
+        whole.flags.writeable = False
+        assert_same(run(runner, {"x0": whole}, MAX_BATCH)["y0"], whole, datatype)
+
     @pytest.mark.parametrize("length", [1, 7])
     def test_variable_dimension_takes_any_size(self, tmp_path: Path, length: int) -> None:
         runner = self.load(self.echo_config(tmp_path, "INT64", (-1, 2)))

@@ -52,28 +52,46 @@ EXTENT = frames.Extent("x", "FP32", (2, 3), 64, 24)
 PART = frames.RequestPart("id", 2, (EXTENT,), ("y",), {"b": True, "i": -1, "f": 0.5, "s": "é"})
 
 TO_WORKER = [
-    frames.LoadModel(frames.VERSION, FULL_CONFIG, 1 << 28),
+    frames.LoadModel(frames.VERSION, FULL_CONFIG),
     frames.Enclosed(1 << 21),
-    frames.MapSlab(1, 4096),
-    frames.Dispatch(
-        7, (frames.RowRange(1, 0, 4), frames.RowRange(2, 9, 1)), ((16,), (3, 4)), 64, (PART,)
-    ),
-    frames.Dispatch(8, (), requests=(PART, PART)),
-    frames.Release((0, 64)),
+    frames.Attach(3, 2),
     frames.Stop(),
 ]
 FROM_WORKER = [
     frames.WorkerReady(frames.VERSION, 0.5, {"provider": "CPU"}, {1: 0.25, 64: 1.5}, True),
     frames.StartFailed(("config: wrong", "input: missing")),
+    frames.Leaving("its memory is in pieces"),
+]
+WANT = frames.Want((5, 2), (50, 20), 12.5, 2, 8, "rows x [16]", 1e3)
+SHARD_TO_WORKER = [
+    frames.Hello(frames.VERSION, 1 << 28),
+    frames.MapSlab(1, 4096),
+    WANT,
+    frames.Dispatch(
+        7, (frames.RowRange(1, 0, 4), frames.RowRange(2, 9, 1)), ((16,), (3, 4)), 64, (PART,)
+    ),
+    frames.Dispatch(8, (), requests=(PART, PART)),
+    frames.Dispatch(9, (), (), 0, (PART,), "extents", True, 77, 3, WANT),
+    frames.Pass(3),
+    frames.Pass(3, frames.Want(())),
+    frames.Release((0, 64)),
+]
+WORKER_TO_SHARD = [
+    frames.Claim(3, 16),
+    frames.Claim(3, 16, 48, 12.5, True, "rows x [16]", 512.0),
     frames.Done(7, 0.1, 0.2, 0.3),
     frames.Done(7, 0.1, 0.2, 0.3, ((EXTENT,), ()), {1: "bad row"}),
-    frames.BatchFailed(7, "out of memory"),
+    frames.Done(7, 0.1, 0.2, 0.3, total_rows=64, total_tokens=99, is_first=False),
+    frames.BatchFailed(7, "out of memory", True),
     frames.Leaving("its memory is in pieces"),
 ]
 PIECE = frames.TensorHeader("x", "FP32", (1, 2), 8)
 INLINE = frames.Parcel((PIECE,), b"12345678")
 AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
 FROM_FRONT = [
+    frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
+    frames.FromPart(3, frames.MayTry(True)),
+    frames.ShardAnswer(9, frames.Parcel((), b"answer"), "an error"),
     frames.Listening(frames.VERSION, 8001),
     frames.StartFailed(("cannot listen",)),
     frames.Infer(1, "m", "2", 0.5, INLINE),
@@ -88,6 +106,11 @@ FROM_FRONT = [
     frames.Pong(7),
 ]
 TO_FRONT = [
+    frames.ToPart(3, frames.SetWorker(1, 7, {1: 0.5, 8: 0.75})),
+    frames.ToPart(3, frames.Verdict(7, True, False, True)),
+    frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
+    frames.AskShard(9, frames.Parcel((), b"question")),
+    frames.Release((64,)),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64, "gzip", {b"\xff\0": ("infer", "admin")}),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64, limits=HttpLimits(7), hosts=("a",)),
@@ -122,6 +145,8 @@ def decode_from_front(data: bytes) -> frames.FromFront:
 DIRECTIONS = {
     "to worker": (frames.decode_to_worker, TO_WORKER),
     "from worker": (frames.decode_from_worker, FROM_WORKER),
+    "shard to worker": (frames.decode_shard_to_worker, SHARD_TO_WORKER),
+    "worker to shard": (frames.decode_worker_to_shard, WORKER_TO_SHARD),
     "from front": (decode_from_front, FROM_FRONT),
     "to front": (frames.decode_to_front, TO_FRONT),
 }
@@ -139,9 +164,32 @@ def test_a_frame_is_read_as_it_was_written(decode: Any, frame: frames.Frame) -> 
     assert copy == frame
 
 
+QUESTIONS = [
+    frames.OpenModel(5, FULL_CONFIG, (6, 7)),
+    frames.Publish(2, {"m": (5,)}, {"bad": ("why",)}, ("soon",)),
+    frames.DrainModel(5),
+    frames.RetireModel(5),
+    frames.ReadModels(),
+    frames.ExplainModel(5),
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda each: type(each).__name__)
+def test_a_question_to_a_shard_is_read_as_it_was_written(question: frames.Frame) -> None:
+    assert frames.decode_shard_question(frames.encode(question)) == question
+    assert {type(each) for each in QUESTIONS} == set(frames.ShardQuestion.__args__)
+
+
 def test_every_frame_of_every_direction_is_covered_here() -> None:
     for union, (_, each) in zip(
-        (frames.ToWorker, frames.FromWorker, frames.FromFront, frames.ToFront),
+        (
+            frames.ToWorker,
+            frames.FromWorker,
+            frames.ShardToWorker,
+            frames.WorkerToShard,
+            frames.FromFront,
+            frames.ToFront,
+        ),
         DIRECTIONS.values(),
         strict=True,
     ):
@@ -158,7 +206,7 @@ def test_frames_that_are_joined_are_read_one_by_one(count: int) -> None:
 
 
 def test_a_model_config_arrives_whole_and_of_the_same_types() -> None:
-    loaded = frames.decode_to_worker(frames.encode(frames.LoadModel(1, FULL_CONFIG, 5)))
+    loaded = frames.decode_to_worker(frames.encode(frames.LoadModel(1, FULL_CONFIG)))
     assert isinstance(loaded, frames.LoadModel)
     assert loaded.model == FULL_CONFIG
     assert isinstance(loaded.model, ModelConfig)
@@ -204,45 +252,68 @@ def test_a_frame_that_was_cut_or_grew_is_refused(decode: Any, frame: frames.Fram
         ["run", 7, [["e", 1, 2, 3]]],
         ["run", 7],
         ["map", 1, 4096.5],
+        ["run", 7, [], [], 0, [], "", False, 0, 0, ["pass", 1]],
+        ["run", 7, [], [], 0, [], "", 1],
         ["rel", [None]],
-        ["load", 1, {"name": "m"}, 5],
+        ["want", 1.5],
+        ["want", [1], [], "soon"],
+        ["pass"],
+        ["hi", 2],
     ],
 )
 def test_fields_of_the_wrong_type_are_refused(message: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        frames.decode_shard_to_worker(msgspec.msgpack.encode(message))
+
+
+@pytest.mark.parametrize("message", [["load", 1, {"name": "m"}], ["att"], ["att", "0"]])
+def test_fields_of_the_cores_frames_have_types_too(message: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
         frames.decode_to_worker(msgspec.msgpack.encode(message))
 
 
 def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
-    assert frames.decode_to_worker(msgspec.msgpack.encode(["map", 1, 2, "new"])) == frames.MapSlab(
-        1, 2
-    )
-    assert frames.decode_to_worker(msgspec.msgpack.encode(["run", 7, []])) == frames.Dispatch(7, ())
+    decode = frames.decode_shard_to_worker
+    assert decode(msgspec.msgpack.encode(["map", 1, 2, "new"])) == frames.MapSlab(1, 2)
+    assert decode(msgspec.msgpack.encode(["run", 7, []])) == frames.Dispatch(7, ())
 
 
 @pytest.mark.parametrize(
     ("decode", "frame", "written"),
     [
-        (frames.decode_to_worker, frames.MapSlab(1, 4096), "93a36d617001cd1000"),
+        (frames.decode_shard_to_worker, frames.Hello(2, 4096), "93a2686902cd1000"),
+        (frames.decode_shard_to_worker, frames.MapSlab(1, 4096), "93a36d617001cd1000"),
         (
-            frames.decode_to_worker,
+            frames.decode_shard_to_worker,
             frames.Dispatch(7, (frames.RowRange(1, 0, 4),), ((16,),), 64),
-            "96a372756e079194a1720100049191104090",
+            "9ba372756e079194a1720100049191104090a0c20000c0",
         ),
-        (frames.decode_to_worker, frames.Release((0, 64)), "92a372656c920040"),
+        (
+            frames.decode_shard_to_worker,
+            frames.Want((5,), (), 0.5, 2, 0, "g", 2.5),
+            "98a477616e74910590cb3fe00000000000000200a167cb4004000000000000",
+        ),
+        (frames.decode_shard_to_worker, frames.Pass(3), "93a47061737303c0"),
+        (frames.decode_shard_to_worker, frames.Release((0, 64)), "92a372656c920040"),
+        (
+            frames.decode_worker_to_shard,
+            frames.Claim(3, 16, 48, 0.5, True),
+            "98a3636c6d031030cb3fe0000000000000c3c0cb7ff0000000000000",
+        ),
+        (
+            frames.decode_worker_to_shard,
+            frames.Done(7, 0.1, 0.2, 0.3),
+            "9ba26f6b07cb3fb999999999999acb3fc999999999999acb3fd33333333333339080900000c3",
+        ),
+        (frames.decode_worker_to_shard, frames.BatchFailed(7, "bad"), "94a365727207a3626164c2"),
+        (frames.decode_to_worker, frames.Attach(1, 2), "93a36174740102"),
         (frames.decode_to_worker, frames.Stop(), "91a473746f70"),
         (
             frames.decode_from_worker,
             frames.WorkerReady(1, 0.5, {"a": "b"}, {1: 0.25}),
-            "96a372647901cb3fe000000000000081a161a1628101cb3fd0000000000000c2",
+            "98a372647901cb3fe000000000000081a161a1628101cb3fd0000000000000c295a3707266a0a0909080",
         ),
         (frames.decode_from_worker, frames.StartFailed(("no",)), "92a362616491a26e6f"),
-        (
-            frames.decode_from_worker,
-            frames.Done(7, 0.1, 0.2, 0.3),
-            "97a26f6b07cb3fb999999999999acb3fc999999999999acb3fd33333333333339080",
-        ),
-        (frames.decode_from_worker, frames.BatchFailed(7, "bad"), "93a365727207a3626164"),
         (frames.decode_to_front, frames.OpenFront(1, "h", 8001, 4096, 64), OPEN),
         (decode_from_front, frames.Listening(1, 8001), "93a36c697301cd1f41"),
         (decode_from_front, frames.Infer(5, "m", "1", 0.5, INLINE, "id"), INFER),
@@ -260,8 +331,8 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
         (frames.decode_to_front, frames.AskReply(5, b"{}"), "95a3616e7305c4027b7da0a0"),
     ],
 )
-def test_version_1_reads_what_version_1_wrote(decode: Any, frame: Any, written: str) -> None:
-    assert frames.VERSION == 1, "a new version needs new bytes here"
+def test_version_2_reads_what_version_2_wrote(decode: Any, frame: Any, written: str) -> None:
+    assert frames.VERSION == 2, "a new version needs new bytes here"
     assert decode(bytes.fromhex(written)) == frame
 
 
@@ -299,6 +370,10 @@ parcels = st.builds(
 )
 runs = st.builds(frames.RowRange, sizes, sizes, sizes)
 seconds = st.floats(0, 1e6)
+amounts = st.lists(sizes, max_size=3).map(tuple)
+wants = st.builds(
+    frames.Want, amounts, amounts, seconds, sizes, sizes, st.none() | st.text(), seconds
+)
 
 
 @settings(deadline=None, max_examples=at_most(150))
@@ -310,10 +385,15 @@ seconds = st.floats(0, 1e6)
         st.lists(dimensions, max_size=3).map(tuple),
         sizes,
         st.lists(parts, max_size=2).map(tuple),
+        st.text(),
+        st.booleans(),
+        sizes,
+        sizes,
+        st.none() | wants,
     )
 )
 def test_any_dispatch_is_read_as_it_was_written(frame: frames.Dispatch) -> None:
-    assert frames.decode_to_worker(frames.encode(frame)) == frame
+    assert frames.decode_shard_to_worker(frames.encode(frame)) == frame
 
 
 @settings(deadline=None, max_examples=at_most(150))
@@ -326,10 +406,14 @@ def test_any_dispatch_is_read_as_it_was_written(frame: frames.Dispatch) -> None:
         seconds,
         st.lists(extent_tuples, max_size=3).map(tuple),
         st.dictionaries(sizes, st.text(), max_size=2),
+        amounts,
+        sizes,
+        sizes,
+        st.booleans(),
     )
 )
 def test_any_done_is_read_as_it_was_written(frame: frames.Done) -> None:
-    assert frames.decode_from_worker(frames.encode(frame)) == frame
+    assert frames.decode_worker_to_shard(frames.encode(frame)) == frame
 
 
 @settings(deadline=None, max_examples=at_most(150))
