@@ -303,6 +303,8 @@ WITHOUT_OWN_TEST = {
     "serving/admission.py": "tests/serving/test_model.py submits through it",
     "serving/context.py": "values only; penstock/serving/model.py makes them",
     "serving/dispatcher.py": "tests/serving/test_model.py runs batches through it",
+    "serving/shard.py": "tests/serving/test_shards.py has several",
+    "protocols/shard_main.py": "tests/e2e/test_shards_served.py starts it",
     "serving/core_link.py": "protocols; tests/serving/test_model_host.py has both ends",
     "serving/worker_place.py": "values only; tests/serving/test_model.py looks at them",
     "serving/readiness.py": "tests/serving/test_model.py loads, crashes and hangs workers",

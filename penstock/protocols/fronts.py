@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -34,6 +36,7 @@ from penstock.protocols.route_table import ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
+from penstock.serving.shards import ShardGone, Shards
 from penstock.serving.slab import Segment
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
@@ -46,6 +49,7 @@ log = logging.getLogger("penstock.fronts")
 # The library reads the variable on import.
 QUIET = {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE")}
 GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc", environment=QUIET)
+SHARD = functools.partial(ProcessLife, module="penstock.protocols.shard_main")
 HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
 # Shared memory of an HTTP front for tensors to the core, and as much again for answers; at least
 # twice the largest request. Untouched pages cost nothing.
@@ -75,9 +79,17 @@ class FrontSpec:
     start_life: StartLife
     # From 1 if there are several fronts of this kind; otherwise 0.
     number: int = 0
+    # That of a shard, which the core keeps open when the shard has ended.
+    listener: socket.socket | None = None
+
+    @property
+    def shard(self) -> int | None:
+        return self.opening.shard
 
     @property
     def name(self) -> str:
+        if self.shard is not None:
+            return f"shard {self.number}"
         return f"HTTP front {self.number}" if self.protocol == "http" else "gRPC front"
 
 
@@ -126,6 +138,13 @@ def http_spec(
     return FrontSpec("http", opening, hang_s, HTTP_FRONT, number)
 
 
+def shard_spec(front: FrontSpec, shard: int, listener: socket.socket) -> FrontSpec:
+    """Describe a shard: like an HTTP front, with models and the listener that the core has made."""
+    opening = msgspec.structs.replace(front.opening, shard=shard)
+    number = shard + 1
+    return replace(front, opening=opening, start_life=SHARD, number=number, listener=listener)
+
+
 @dataclass(frozen=True, slots=True)
 class CoreApi:
     """The core, as fronts call it. `http` answers messages of HTTP fronts; `gate` names callers."""
@@ -134,6 +153,7 @@ class CoreApi:
     http: Handler | None = None
     gate: Gate = field(default_factory=Gate)
     logs_requests: bool = False
+    shards: Shards | None = None
 
     async def answer(self, ask: frames.Ask) -> bytes:
         name, version = ask.model_name, ask.model_version
@@ -270,6 +290,9 @@ class Session:
         self._calls: dict[int, FrontCall] = {}
         self.relays: dict[int, Relay] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
+        # Questions to a shard.
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._numbers = itertools.count(1)
         loop = asyncio.get_running_loop()
         self.child = ChildProcess(loop, spec.start_life, self._hear, died)
         self.line = Line(self.child.send)
@@ -282,7 +305,9 @@ class Session:
 
     def open(self, frame: frames.OpenFront) -> None:
         try:
-            self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd))
+            listener = self.spec.listener
+            more = () if listener is None else (listener.fileno(),)
+            self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd, *more))
         except OSError as error:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)
             self.child.life.kill()
@@ -299,8 +324,38 @@ class Session:
             relay.exchange.leave()
         for question in self._questions.values():
             question.cancel()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(ShardGone("the shard has ended"))
         self._requests.close()
         self._answers.close()
+
+    def send(self, frame: Frame, fds: tuple[int, ...] = ()) -> None:
+        """Send a frame to a shard, after those before it."""
+        if not fds:
+            self.line.send(frame)
+            return
+        self.line.flush()
+        if self.line.is_open:
+            self.child.send(frames.join([frames.encode(frame)]), fds)
+
+    async def ask(self, question: frames.ShardQuestion) -> bytes:
+        """Return a shard's answer; raise ShardGone when it has ended."""
+        if not self.line.is_open:
+            raise ShardGone("the shard has ended")
+        call = next(self._numbers)
+        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[call] = asked
+        try:
+            body = frames.encode(question)
+            self.post(-call, body, lambda parcel: frames.AskShard(call, parcel))
+            return await asked
+        finally:
+            del self._asked[call]
+
+    def kill(self) -> None:
+        if self.line.is_open:
+            self.child.life.kill()
 
     def unpack(self, parcel: frames.Parcel) -> list[Tensor]:
         return unpack(parcel, self._requests)
@@ -357,8 +412,25 @@ class Session:
                 self._ask(frame)
             case frames.Forward():
                 self._forward(frame)
+            case frames.FromPart():
+                assert self._core.shards is not None and self.spec.shard is not None
+                self._core.shards.receive(self.spec.shard, frame)
+            case frames.ShardAnswer():
+                self._hear_answer(frame)
             case _:
                 self._notify(frame)
+
+    def _hear_answer(self, frame: frames.ShardAnswer) -> None:
+        asked = self._asked.get(frame.call)
+        data = b"".join([piece.data for piece in self.unpack(frame.parcel)])
+        if frame.parcel.offset is not None:
+            self.line.send(frames.Release((frame.parcel.offset,)))
+        if asked is None or asked.done():
+            return
+        if frame.error:
+            asked.set_exception(BackendFailed(f"the {self.spec.name}: {frame.error}"))
+        else:
+            asked.set_result(data)
 
     def _infer(self, frame: frames.Infer) -> None:
         name, version = frame.model_name, frame.model_version
@@ -462,6 +534,7 @@ class Front:
         self._listening_at: float | None = None
         self._problems: tuple[str, ...] = ()
         self._crashes = CrashLoop()
+        self._opening: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
         # As of the front's last Pong.
         self.num_connections = 0
@@ -475,7 +548,9 @@ class Front:
         spec, number = self._spec, str(self._spec.number or "")
         # The gRPC library does not report its number of connections.
         clients = None if spec.protocol == "grpc" else self.num_connections
-        return FrontUse(spec.protocol, self.num_restarts, number, clients, spec.name, self.pid)
+        kind = f"{spec.protocol}_front" if spec.shard is None else "shard"
+        told = (self.num_restarts, number, clients, spec.name, self.pid)
+        return FrontUse(spec.protocol, *told, kind)
 
     @property
     def num_running(self) -> int:
@@ -546,12 +621,21 @@ class Front:
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
+                self._open_shard()
                 if self._core.management.lifecycle.is_draining and self._session is not None:
                     self._session.line.send(frames.Drain())
                 text, extra = "%s listens on port %d (pid %d)", {"front_pid": self.pid}
                 log.info(text, self._spec.name, frame.port, self.pid, extra=extra)
             case frames.StartFailed():
                 self._problems = frame.problems
+
+    def _open_shard(self) -> None:
+        """Tell a shard which models it has."""
+        shards, session, shard = self._core.shards, self._session, self._spec.shard
+        if shards is not None and session is not None and shard is not None:
+            task = self._loop.create_task(shards.open(shard, session))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
     def _tick(self) -> None:
         """Ping the front; kill it if it hangs, so that it is restarted."""
@@ -570,6 +654,8 @@ class Front:
         assert self._session is not None
         self._session.close()
         self._session = None
+        if self._core.shards is not None and self._spec.shard is not None:
+            self._core.shards.lose(self._spec.shard)
         if not self._is_stopping:
             self._restart(reason)
 
