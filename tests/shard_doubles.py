@@ -1,16 +1,19 @@
 """Shards without requests: what a worker sees of them, in real slabs and sockets.
 
 `WorkerAlone` is a worker with no core, in this thread or in one of its own; `FakeShard` gives it
-rows and reads the answers.
+rows and reads the answers. `LentLife` lets two models have the same worker.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from doubles import PuppetLife
 
 from penstock.config import ModelConfig
 from penstock.processes.channel import Channel, socket_pair
@@ -178,3 +181,50 @@ class WorkerAlone:
         self._theirs.close()
         for shard in self.shards:
             shard.close()
+
+
+class LentLife:
+    """Pass this as `start_life` of a second model, to run its batches in another one's worker. It
+    does the core's part: it attaches the shard to that worker, which it says is ready."""
+
+    pid = 0
+    was_killed_outside = False
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_death: Callable[[str], None],
+        lender: PuppetLife,
+        ready: frames.WorkerReady,
+    ) -> None:
+        self.sock, self._theirs = socket_pair()
+        self._loop = loop
+        self._on_death = on_death
+        self._lender = lender
+        self._ready = ready
+        self._is_dead = False
+        loop.add_reader(self._theirs.fileno(), self._read)
+
+    def _read(self) -> None:
+        data, fds, _, _ = socket.recv_fds(self._theirs, frames.MAX_FRAME_BYTES, 1)
+        frame = frames.decode_to_worker(data) if data else frames.Stop()
+        if isinstance(frame, frames.LoadModel):
+            self._theirs.send(frames.encode(self._ready))
+        elif isinstance(frame, frames.Attach):
+            socket.send_fds(self._lender.sock, [data], fds)
+            os.close(fds[0])
+        elif isinstance(frame, frames.Stop):
+            self.kill("exited with status 0")
+
+    def kill(self, reason: str = "was killed by SIGKILL") -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            self._loop.remove_reader(self._theirs.fileno())
+            self._theirs.close()
+            self._loop.call_soon(self._on_death, reason)
+
+    def socket_closed(self) -> None:
+        self.kill()
+
+    def has_room_for_another(self) -> bool:
+        return False

@@ -116,6 +116,7 @@ PURE = [
     "serving/explain.py",
     "serving/batches.py",
     "serving/claims.py",
+    "serving/elsewhere.py",
     "serving/shares.py",
     "serving/lanes.py",
     "serving/padding.py",

@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
 from penstock.serving.batch_times import ADMITTED, WaitLimit
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
 from penstock.serving.lanes import Lane, Lanes
+from penstock.serving.shares import BatchShare, Queued
 from penstock.types import Request
 
 # Checks for overdue requests within the time allowed.
@@ -26,8 +28,8 @@ LOOKS = 16
 class Batcher(Lanes):
     """Owned by the core's event loop."""
 
-    def __init__(self, policy: BatchPolicy) -> None:
-        super().__init__(policy)
+    def __init__(self, policy: BatchPolicy, elsewhere: Elsewhere = NOTHING_ELSEWHERE) -> None:
+        super().__init__(policy, elsewhere)
         self._max_tokens = math.inf if policy.max_tokens is None else policy.max_tokens
         preferred = policy.preferred_batch_sizes
         self._preferred = frozenset(preferred)
@@ -46,8 +48,8 @@ class Batcher(Lanes):
 
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded."""
-        policy = self._admit(request)
-        if self._is_limited and self.num_queued:
+        policy = self._admit(request, now)
+        if self._is_limited and (self.num_queued or self._elsewhere is not None):
             self._check_wait(request, policy, now)
         self._append(request, geometry)
         if policy.default_timeout_s or policy.allow_timeout_override:
@@ -85,20 +87,58 @@ class Batcher(Lanes):
             refused += self._expire_waits(now)
         return refused
 
-    def next(self, now: float) -> list[Request] | None:
-        """Return the batch to run now on a free instance; None: not yet (see `wake_at`)."""
+    def next(self, now: float, share: BatchShare | None = None) -> list[Request] | None:
+        """Return the batch to run now on a free instance, or this shard's share of one that a
+        worker has claimed; None: not yet (see `wake_at`)."""
         self.wake_at = self.next_expiry
         again = self._take_alone()
         if again is not None:
             return [again]
-        for lane in self.waiting():
-            batch = self._form(lane, now)
+        for lane in self._lanes_for(share):
+            # The worker claims when a batch is due, counting what all shards have.
+            batch = self._form(lane, now) if share is None else self._part(lane, share)
             if batch:
                 self._take(lane, batch)
                 return batch
         return None
 
-    def _fitting(self, lane: Lane) -> list[Request]:
+    def wanted(self, now: float) -> Queued | None:
+        """Return what this shard would give if a worker claimed it now; None: nothing is due (see
+        `wake_at`). Requests of other shards count towards preferred sizes."""
+        self.wake_at = self.next_expiry
+        there = 0 if self._elsewhere is None else int(self._elsewhere.look(now).sizes[-1])
+        for lane in self.waiting():
+            head = next(lane.walk())
+            if self._is_due(lane, head, there, now):
+                return self._queued(lane, head.timings.queued)
+        return None
+
+    def publish(self, now: float) -> None:
+        """Show the other shards and the workers what is queued here."""
+        lanes = self.waiting()
+        queued = self._queued(lanes[0], next(lanes[0].walk()).timings.queued) if lanes else None
+        self._publish(queued, [0.0] * self._num_levels, now)
+
+    def _is_due(self, lane: Lane, head: Request, there: int, now: float) -> bool:
+        delay_s = self.policy.max_queue_delay_s
+        if self._is_eager or delay_s == 0 or now >= head.timings.queued + delay_s:
+            return True
+        size = there + sum(lane.rows)
+        if size >= min(self._preferred, default=self._max_preferred):
+            return True
+        wake_at = head.timings.queued + delay_s
+        self.wake_at = wake_at if self.wake_at is None else min(self.wake_at, wake_at)
+        return False
+
+    def _part(self, lane: Lane, share: BatchShare) -> list[Request]:
+        max_rows = min(share.max_rows, self._max_rows) if self.policy.is_dynamic else 1
+        batch = self._fitting(lane, max_rows, min(share.max_tokens, self._max_tokens))
+        is_unbatched = not self.policy.is_dynamic
+        # The first request is never divided; it may not fit a share.
+        is_within = sum(request.num_rows for request in batch) <= share.max_rows
+        return batch if is_unbatched or is_within else []
+
+    def _fitting(self, lane: Lane, max_rows: int, max_tokens: float) -> list[Request]:
         """Return as many requests from the front of the lane as fit a batch; sets `_limit`."""
         batch: list[Request] = []
         num_rows = num_tokens = 0
@@ -106,18 +146,18 @@ class Batcher(Lanes):
         for request in lane.walk():
             num_rows += request.num_rows
             num_tokens += request.num_tokens
-            if batch and (num_rows > self._max_rows or num_tokens > self._max_tokens):
-                self._limit = self._full if num_rows > self._max_rows else "token budget"
+            if batch and (num_rows > max_rows or num_tokens > max_tokens):
+                self._limit = self._full if num_rows > max_rows else "token budget"
                 break
             batch.append(request)
-            if num_rows >= self._max_rows or num_tokens >= self._max_tokens:
-                self._limit = self._full if num_rows >= self._max_rows else "token budget"
+            if num_rows >= max_rows or num_tokens >= max_tokens:
+                self._limit = self._full if num_rows >= max_rows else "token budget"
                 break
         return batch
 
     def _form(self, lane: Lane, now: float) -> list[Request] | None:
         """Apply Triton's GetDynamicBatch to one lane."""
-        batch = self._fitting(lane)
+        batch = self._fitting(lane, self._max_rows, self._max_tokens)
         if self._is_eager:
             return batch
         limit = self._limit
@@ -145,7 +185,7 @@ class Batcher(Lanes):
 
     def _check_wait(self, request: Request, policy: QueuePolicy, now: float) -> None:
         """Refuse a request whose predicted wait is too long."""
-        num_ahead, size_ahead = self._ahead(request.priority)
+        num_ahead, size_ahead = self._ahead(request.priority, now)
         if self._wait.has_room(size_ahead, num_ahead):
             return
         predicted_s = self._wait.predicted_s(size_ahead, num_ahead)

@@ -26,8 +26,8 @@ waits for ever. The offers of a shard that died are forgotten; those that run ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from penstock.config import BatchPolicy
 from penstock.serving.batch_times import BatchTimes
@@ -40,6 +40,8 @@ MAX_WAIT_S = 0.0003
 MAX_WAIT = 0.1
 # Shards that have not answered by then are left out of the next round, until they answer.
 SILENCE_S = 0.002
+# A shard with an open Want is claimed after this many rounds without it, whatever the page shows.
+MAX_SKIPPED = 100
 # A batch is not shrunk below this share of what is queued to save its oldest request: once rows are
 # spread over shards, each small batch makes the next heads older, and batches shrink to one row.
 # The head is dropped instead.
@@ -138,11 +140,13 @@ class BatchCap:
         """Return how much is queued, in the unit of T(b)."""
         return sum(queued.tokens) if self._has_budget else queued.num_rows
 
-    def next(self, head: Queued, total: int, arrivals_per_s: float, now: float) -> Cap:
-        """Return the limits of a batch for `total` rows (or tokens), with this queue's request
-        first."""
+    def next(self, queues: Sequence[Queued], size_held: int, now: float) -> Cap:
+        """Return the limits of a batch from these queues, of which the first has the oldest
+        request, and offers of `size_held` rows (or tokens)."""
+        total = sum(map(self.size, queues)) + size_held
         if self._paces is not None:
-            return self._within_slo(self._paces, head, total, arrivals_per_s, now)
+            return self._within_slo(self._paces, queues, total, now)
+        head = queues[0]
         max_tokens = self._policy.max_tokens or math.inf
         preferred = [size for size in self._policy.preferred_batch_sizes if size <= total]
         delay_s = self._policy.max_queue_delay_s
@@ -151,15 +155,28 @@ class BatchCap:
             return Cap(min(self._max_rows, max(preferred)))
         return Cap(self._max_rows, max_tokens)
 
-    def _within_slo(
-        self, paces: Paces, head: Queued, total: int, arrivals_per_s: float, now: float
-    ) -> Cap:
+    def in_time(self, queued: Queued, cap: Cap, now: float) -> Queued:
+        """Return the queue without the part that will probably be dropped: requests are about
+        evenly spread from the oldest to one that arrived just now."""
+        slo_s = self._policy.slo_latency_s
+        if slo_s is None or not cap.drops_late or queued.due >= cap.ends_at:
+            return queued
+        share = max(0.0, (now + slo_s - cap.ends_at) / max(1e-9, now + slo_s - queued.due))
+        rows = tuple(math.ceil(share * each) for each in queued.rows)
+        tokens = tuple(math.ceil(share * each) for each in queued.tokens)
+        return replace(queued, rows=rows, tokens=tokens)
+
+    def _within_slo(self, paces: Paces, queues: Sequence[Queued], total: int, now: float) -> Cap:
         """As `SloBatcher` does for one queue: the target size under backlog, otherwise as much as
         the oldest request has time for."""
         if now >= paces.refresh_at:
             paces.refresh(now)
+        head = queues[0]
         pace = paces.get(head.geometry)
-        target = pace.target_size
+        # Shards admit requests for batches of their target size: smaller ones would be too few.
+        targets = [queued.target_size for queued in queues if queued.target_size]
+        target = round(sum(targets) / len(targets)) if targets else pace.target_size
+        arrivals_per_s = sum(queued.arrivals_per_s for queued in queues)
         is_backlogged = total > target and paces.is_too_slow_for(arrivals_per_s, pace)
         size = target
         if not is_backlogged:
@@ -182,6 +199,10 @@ class ShardQueue:
     queued: Queued | None = None
     # The round of its unanswered claim.
     claimed: int | None = None
+    # It has passed since the last batch started, whatever the page shows.
+    has_passed: bool = False
+    # Rounds without a claim from it, since its Want.
+    num_skipped: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -198,12 +219,12 @@ class Round:
 @dataclass(eq=False)
 class Claims:
     """One worker's view of its shards. Owned by the thread that reads the sockets. `read` returns
-    newer figures of a shard's queue than its Want, from the shared page; None: there are none."""
+    a shard's queue at a time from the shared page, newer than its Want; None: there is no page."""
 
     policy: BatchPolicy
     num_executors: int = 1
     num_slots: int = 1
-    read: Callable[[int], Queued | None] = lambda shard: None
+    read: Callable[[int, float], Queued | None] = lambda shard, now: None
     # When to decide again even without an event; None: not before one.
     wake_at: float | None = None
     _shards: dict[int, ShardQueue] = field(default_factory=dict)
@@ -253,6 +274,7 @@ class Claims:
         """Note that a shard has nothing for this claim; `queued`: it has other geometries."""
         if shard in self._shards:
             self._answered(shard, round, queued)
+            self._shards[shard].has_passed = True
 
     def ended(self, batch: StartBatch, now: float, *, has_failed: bool = False) -> None:
         self._running.remove(batch)
@@ -281,7 +303,7 @@ class Claims:
 
     def _answered(self, shard: int, round: int, queued: Queued | None) -> None:
         state = self._shards[shard]
-        state.queued = queued
+        state.queued, state.num_skipped = queued, 0
         if round and state.claimed == round:
             state.claimed = None
 
@@ -307,7 +329,7 @@ class Claims:
         held = self._mergeable(math.inf, math.inf)
         if held and (held[0].is_alone or not self._merges):
             return []
-        queues = self._queues(has_offers=bool(held))
+        queues = self._queues(now, has_offers=bool(held))
         if not queues:
             return []
         if not self._merges:
@@ -317,9 +339,8 @@ class Claims:
         geometry = held[0].geometry if held else head.geometry
         num_held = sum(offer.num_rows for offer in held)
         tokens_held = sum(offer.num_tokens for offer in held)
-        total = sum(map(self._cap.size, queues.values())) + (tokens_held or num_held)
-        arrivals_per_s = sum(queued.arrivals_per_s for queued in queues.values())
-        cap = self._cap.next(head, total, arrivals_per_s, now)
+        cap = self._cap.next([queues[shard] for shard in ranked], tokens_held or num_held, now)
+        queues = {shard: self._cap.in_time(queued, cap, now) for shard, queued in queues.items()}
         max_rows = max(0, cap.max_rows - num_held) if self._merges else head.head_rows
         rows = split(
             [queues[s].rows for s in ranked], [queues[s].head_rows for s in ranked], max_rows
@@ -343,23 +364,31 @@ class Claims:
         if claims:
             self._num_rounds += 1
             self._round = Round(self._num_rounds, now, cap)
+            for state in self._shards.values():
+                state.num_skipped += state.queued is not None
             for claim in claims:
                 self._shards[claim.shard].claimed = self._num_rounds
         return claims
 
-    def _queues(self, *, has_offers: bool) -> dict[int, Queued]:
-        """Return the shards to claim from: those with rows by the page or, if there are none and
-        nothing else to run, all with an open Want."""
+    def _queues(self, now: float, *, has_offers: bool) -> dict[int, Queued]:
+        """Return the shards to claim from, if one has an open Want: all with rows by the page, even
+        if their Want is still on its way; all with an open Want, if there are none and nothing else
+        to run."""
         queues: dict[int, Queued] = {}
         empty: dict[int, Queued] = {}
-        for shard in self._claimable():
-            wanted = self._shards[shard].queued
-            assert wanted is not None
-            newer = self.read(shard)
-            if newer is not None and newer.num_rows == 0:
-                empty[shard] = wanted
-            else:
-                queues[shard] = wanted if newer is None else newer
+        if not self._claimable():
+            return queues
+        for shard, state in self._shards.items():
+            if state.claimed is not None:
+                continue
+            shown, last = self.read(shard, now), state.queued
+            if last is not None and state.num_skipped >= MAX_SKIPPED:
+                return {shard: last}
+            if shown is not None and shown.num_rows and not (last is None and state.has_passed):
+                geometry = None if last is None else last.geometry
+                queues[shard] = replace(shown, geometry=geometry)
+            elif last is not None:
+                (queues if shown is None else empty)[shard] = last
         return queues if queues or has_offers else empty
 
     def _ask_again_at(self, round: Round, now: float) -> float:
@@ -398,6 +427,8 @@ class Claims:
         max_tokens = self.policy.max_tokens or math.inf
         merged = self._mergeable(self.policy.max_batch_size, max_tokens)
         self._offers = [offer for offer in self._offers if offer not in merged]
+        for state in self._shards.values():
+            state.has_passed = False
         size = sum(each.num_tokens for each in merged) or sum(each.num_rows for each in merged)
         ends_at = now + self._cap.mean_s(merged[0].geometry, size)
         batch = StartBatch(tuple(merged), began, ends_at)

@@ -45,6 +45,9 @@ class ModelContext:
     quotas: Quotas
     shares: QueueShares
     saturation: Saturation
+    # Set if workers also serve other shards: whether the one of an instance seems to have nothing
+    # to do. A hint: if it is wrong, a batch is formed too early, or claimed first.
+    sees_idle: Callable[[int], bool] | None = None
 
 
 def log_about(

@@ -8,9 +8,11 @@ shards in processes of their own can send them.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
 from penstock.wire import frames
 
 
@@ -62,3 +64,17 @@ class CoreLink(Protocol):
 
     def left(self, index: int, life: int) -> None:
         """Report that a leaving worker has answered everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSetup:
+    """What a model needs to know to be one of several shards' parts. `core` is in another process,
+    which has the workers and started them already; None: the workers are started here. `sees_idle`
+    as in `ModelContext`; `elsewhere` is what other shards have queued."""
+
+    core: CoreLink | None = None
+    sees_idle: Callable[[int], bool] | None = None
+    elsewhere: Elsewhere = NOTHING_ELSEWHERE
+
+
+ONLY_SHARD = ShardSetup()

@@ -21,6 +21,7 @@ from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
+from penstock.serving.wants import Wants
 from penstock.serving.worker_link import WorkerLink
 from penstock.serving.worker_place import WorkerPlace
 from penstock.types import Request
@@ -61,6 +62,9 @@ class Dispatcher:
         self._memory = memory
         self._replies = replies
         self._guard = guard
+        # None: no other shard has these workers, so it is known here which slots are free.
+        sees_idle = context.sees_idle
+        self._wants = None if sees_idle is None else Wants(queue, sees_idle)
         self._saturation = context.saturation
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
@@ -127,6 +131,9 @@ class Dispatcher:
         elif self._holds_try:
             self._end_try()
         has_idle = self._fill_workers(now)
+        if self._wants is not None:
+            has_idle = self._wants.send(self.workers, now) or has_idle
+            self._queue.batcher.publish(now)
         self._arm_timer(now, only_expiry=not has_idle)
         if self._idle_waiters:
             self.check_idle()
@@ -152,6 +159,8 @@ class Dispatcher:
     def _takes_batch(self, worker: WorkerPlace) -> bool:
         """Whether the worker may take another batch. A rerun is alone, to attribute a crash."""
         if not worker.is_idle:
+            return False
+        if self._wants is not None and not self._wants.may_offer(worker):
             return False
         others = worker.batches
         if not others:
@@ -195,9 +204,11 @@ class Dispatcher:
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
-    def _dispatch(self, worker: WorkerPlace, requests: list[Request], now: float) -> bool:
-        """Send a batch to a worker. False if shared memory is full: the batch is queued again
-        until one in flight is answered."""
+    def _dispatch(
+        self, worker: WorkerPlace, requests: list[Request], now: float, round: int = 0
+    ) -> bool:
+        """Send a batch to a worker, which may have claimed it in this round. False if shared memory
+        is full: the batch is queued again until one in flight is answered."""
         batch = RunningBatch(next(self._batch_ids), requests, now)
         try:
             num_placed = self._memory.place_batch(batch)
@@ -208,14 +219,18 @@ class Dispatcher:
             if num_placed < len(requests):
                 self._queue.put_back(requests[num_placed:])
                 batch.requests = requests[:num_placed]
-            data = frames.encode(self._memory.frame(batch))
+            frame = self._memory.frame(batch)
+            if self._wants is not None:
+                geometry = batch.requests[0].ticket.fit.plan.geometry
+                frame = self._wants.complete(frame, geometry.key, round, now)
+            data = frames.encode(frame)
         except Exception:  # A batch that cannot be encoded must not stop the others.
             log.exception("%s: a batch could not be dispatched", self._name)
             self._queue.batcher.ended(now)
             self._abandon(batch, BackendFailed("internal error; this is a bug"))
             return True
         if len(data) > MAX_DISPATCH_BYTES and len(batch.requests) > 1:
-            return self._dispatch(worker, self._halve(batch), now)
+            return self._dispatch(worker, self._halve(batch), now, round)
         if len(data) > frames.MAX_FRAME_BYTES // 4:
             self._queue.batcher.ended(now)
             self._abandon(batch, TooLarge("the request's id and parameters are too large"))
@@ -225,7 +240,6 @@ class Dispatcher:
             timings = request.timings
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
-            batch.num_tokens += request.num_tokens
         batch.instance, batch.closed_by = worker.index, self._queue.batcher.closed_by
         worker.batches.append(batch)
         self._saturation.note(not any(each.is_idle for each in self.workers), now)
@@ -233,6 +247,7 @@ class Dispatcher:
         if self._num_slabs < len(self._memory.slabs):
             self._map_slabs()
         assert worker.link is not None, "it is idle"
+        worker.is_wanting = frame.more is not None
         worker.link.send(data)
         return True
 
@@ -267,9 +282,26 @@ class Dispatcher:
             self._let_go(worker)
             return False
         if isinstance(frame, frames.Claim):
+            self._claimed(worker, frame)
             return False
         self._answered(worker, frame)
         return True
+
+    def _claimed(self, worker: WorkerPlace, claim: frames.Claim) -> None:
+        """Answer a worker that has a free slot, with a batch or with Pass."""
+        assert self._wants is not None, "only a worker of several shards claims"
+        now = self._clock()
+        self._queue.expire(now)
+        num_before = len(worker.batches)
+        requests = self._wants.take(claim, worker, now)
+        if requests is not None:
+            self._dispatch(worker, requests, now, claim.round)
+        if len(worker.batches) == num_before:
+            self._wants.pass_on(claim, worker, now)
+        self._arm_timer(now, only_expiry=False)
+        self._queue.batcher.publish(now)
+        # Requests that would be late were dropped instead of given.
+        self._queue.expire(now)
 
     def _answered(self, worker: WorkerPlace, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched
@@ -306,6 +338,7 @@ class Dispatcher:
     ) -> None:
         # Of a merged batch, all of it took this long.
         num_rows = frame.total_rows or batch.num_rows
+        worker.is_shared = num_rows > batch.num_rows
         self.hang_limits.note(num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
         size = frame.total_tokens or batch.num_tokens or num_rows

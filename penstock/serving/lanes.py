@@ -12,6 +12,8 @@ from typing import Literal
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere, OtherShards, ShardLoad
+from penstock.serving.shares import BatchShare, Queued
 from penstock.types import Request
 
 # Why a batch closed: no other request was queued, only ones of another shape were, it has the most
@@ -85,10 +87,13 @@ class Lane:
 
 
 class Lanes:
-    """Invariant: every lane that is kept has a live request."""
+    """Invariant: every lane that is kept has a live request. `elsewhere` are the other shards of
+    the model; limits apply to all of them together."""
 
-    def __init__(self, policy: BatchPolicy) -> None:
+    def __init__(self, policy: BatchPolicy, elsewhere: Elsewhere = NOTHING_ELSEWHERE) -> None:
         self.policy = policy
+        # None: this batcher has the whole queue.
+        self._elsewhere = None if elsewhere is NOTHING_ELSEWHERE else elsewhere
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
         # When to ask again even if no request arrives and no instance becomes free.
         self.wake_at: float | None = None
@@ -126,20 +131,63 @@ class Lanes:
             lanes.sort(key=_head_rank)
         return lanes
 
-    def _admit(self, request: Request) -> QueuePolicy:
+    def _admit(self, request: Request, now: float) -> QueuePolicy:
         """Set the request's level and return its policy; raise Overloaded at a limit."""
         level = self._level(request.priority) if self._num_levels > 1 else 0
         policy = self._policies[level]
         request.priority = level
-        if self.num_queued >= self._max_pending:
+        there = in_level = 0
+        if self._elsewhere is not None:
+            there, in_level = self._num_there(level, self._elsewhere.look(now))
+        if self.num_queued + there >= self._max_pending:
             raise Overloaded(f"Exceeds maximum queue size: {self._max_pending} waiting")
-        if 0 < policy.max_queue_size <= self._counts[level]:
+        if 0 < policy.max_queue_size <= self._counts[level] + in_level:
             raise Overloaded(f"Exceeds maximum queue size: {policy.max_queue_size} waiting")
         return policy
 
-    def _ahead(self, level: int) -> tuple[int, int]:
+    def _num_there(self, level: int, there: OtherShards) -> tuple[int, int]:
+        """Return how many requests other shards have queued, in all and at this level."""
+        nums = there.num_requests
+        index = min(level, len(nums) - 1)
+        return int(nums[-1]), int(nums[index] - (nums[index - 1] if index else 0))
+
+    def _ahead(self, level: int, now: float) -> tuple[int, int]:
         """Return the number of requests at this level and above, and their rows or tokens."""
-        return sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
+        num_ahead, size_ahead = sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
+        if self._elsewhere is not None:
+            there = self._elsewhere.look(now)
+            index = min(level, len(there.sizes) - 1)
+            num_ahead += int(there.num_requests[index])
+            size_ahead += int(there.sizes[index])
+        return num_ahead, size_ahead
+
+    def _queued(
+        self, lane: Lane, due: float, arrivals_per_s: float = 0.0, target_size: int = 0
+    ) -> Queued:
+        """Return everything that is queued, with this lane's head first."""
+        head = next(lane.walk())
+        tokens = tuple(self._sizes) if self._has_budget else ()
+        rows = tuple(self._sizes)
+        if self._has_budget:
+            lanes = self._lanes.values()
+            rows = tuple(sum(each.rows[i] for each in lanes) for i in range(self._num_levels))
+        geometry, sizes = lane.geometry, (head.num_rows, head.num_tokens)
+        return Queued(rows, tokens, due, *sizes, geometry, arrivals_per_s, target_size)
+
+    def _publish(self, queued: Queued | None, work_s: list[float], now: float) -> None:
+        """Show the other shards and the workers what is queued here."""
+        if self._elsewhere is None:
+            return
+        if queued is None:
+            queued = Queued((0,) * self._num_levels, (0,) * self._num_levels, now)
+        self._elsewhere.publish(ShardLoad(queued, self._counts, work_s), now)
+
+    def _lanes_for(self, share: BatchShare | None) -> list[Lane]:
+        """Return the lanes that may form a batch, or a part of one, in serving order."""
+        if share is None or share.geometry is None:
+            return self.waiting()
+        lane = self._lanes.get(share.geometry)
+        return [] if lane is None else [lane]
 
     def _append(self, request: Request, geometry: object) -> None:
         """Append the request to its level."""

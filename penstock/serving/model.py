@@ -21,7 +21,7 @@ from penstock.processes.life import ProcessLife
 from penstock.serving.admission import Admission
 from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext, Saturation
-from penstock.serving.core_link import CoreLink
+from penstock.serving.core_link import ONLY_SHARD, ShardSetup
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.metrics import ModelMetrics
@@ -55,10 +55,8 @@ class Model:
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
         metrics: ModelMetrics | None = None,
-        core: CoreLink | None = None,
+        shard: ShardSetup = ONLY_SHARD,
     ) -> None:
-        """`core` is in another process, which has the workers and started them already; None: the
-        workers are started here."""
         quotas, policy = quotas or Quotas(), config.batching
         metrics = metrics or ModelMetrics(config.name, config.version, config.metric_tags)
         context = ModelContext(
@@ -69,6 +67,7 @@ class Model:
             quotas=quotas,
             shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
             saturation=Saturation(clock()),
+            sees_idle=shard.sees_idle,
         )
         self.config = config
         self.metrics = metrics
@@ -77,10 +76,11 @@ class Model:
         self._replies = replies = Replies(context, memory)
         self.history = replies.history
         guard = PoisonGuard(context)
-        self._queue = queue = RequestQueue(context, replies, guard)
+        self._queue = queue = RequestQueue(context, replies, guard, shard.elsewhere)
         self._admission = Admission(context, memory, queue, guard, replies)
         # The workers, unless the core is in another process.
         self.host: ModelHost | None = None
+        core = shard.core
         if core is None:
             self.host = ModelHost(config, start_life, clock, metrics)
             core = DirectLink(self.host)

@@ -78,6 +78,10 @@ class GeometryPace:
         self.arrivals_per_s = self.arrivals_per_s * fade + size / ARRIVALS_S
         self._arrived_at = now
 
+    def arrivals_at(self, now: float) -> float:
+        """Return the arrival rate at a time at which nothing arrived."""
+        return self.arrivals_per_s * math.exp(min(0.0, self._arrived_at - now) / ARRIVALS_S)
+
 
 class Paces:
     """The paces of all geometries, aimed so that batches fit the SLO. `num_executors` batches run

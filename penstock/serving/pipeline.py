@@ -20,7 +20,7 @@ from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
 from penstock.serving.batcher import queue_timeout_s
-from penstock.serving.core_link import CoreLink
+from penstock.serving.core_link import ONLY_SHARD, ShardSetup
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
@@ -175,20 +175,20 @@ class StagePipeline:
         start_life: StartLife = ProcessLife,
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
-        cores: Sequence[CoreLink] = (),
+        shards: Sequence[ShardSetup] = (),
     ) -> None:
-        """`cores` are the links of the stages to a core in another process, if there is one."""
+        """`shards` are for the stages, if the model is served by several shards."""
         self.config = config
         self.clock = clock
         self.stages = tuple(stages)
         self._metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.models: list[Model] = []
         for index, stage in enumerate(stages):
-            core = cores[index] if cores else None
+            shard = shards[index] if shards else ONLY_SHARD
             name = f"{config.name}:{stage.name}"
             metrics = ModelMetrics(name, config.version, config.metric_tags)
             model = Model(
-                stage.config, start_life=start_life, clock=clock, metrics=metrics, core=core
+                stage.config, start_life=start_life, clock=clock, metrics=metrics, shard=shard
             )
             self.models.append(model)
         policy = config.batching
@@ -364,15 +364,15 @@ def make_model(
     config: ModelConfig,
     start_life: StartLife = ProcessLife,
     quotas: Quotas | None = None,
-    cores: Sequence[CoreLink] = (),
+    shards: Sequence[ShardSetup] = (),
 ) -> Model | StagePipeline:
-    """Return the Servable of a configuration, with as many stages as it has. With `cores`, one for
-    each stage, its workers are those of a core in another process."""
+    """Return the Servable of a configuration, with as many stages as it has. With `shards`, one for
+    each stage, it is one of several shards' parts."""
     if config.is_staged:
         stages = stages_of(config)
-        return StagePipeline(config, stages, start_life=start_life, quotas=quotas, cores=cores)
-    core = cores[0] if cores else None
-    return Model(config, start_life=start_life, quotas=quotas, core=core)
+        return StagePipeline(config, stages, start_life=start_life, quotas=quotas, shards=shards)
+    shard = shards[0] if shards else ONLY_SHARD
+    return Model(config, start_life=start_life, quotas=quotas, shard=shard)
 
 
 async def _start(model: Model) -> Sequence[str]:

@@ -134,10 +134,12 @@ class RequestMemory:
     def frame(self, batch: RunningBatch) -> frames.Dispatch:
         """Describe a placed batch to its worker, and count its rows."""
         geometry = batch.requests[0].ticket.fit.plan.geometry
+        batch.num_tokens = sum(request.num_tokens for request in batch.requests)
         layout = geometry.layout
         if layout is None:
             batch.num_rows = sum(request.num_rows for request in batch.requests)
-            return frames.Dispatch(batch.id, (), requests=self._parts(batch))
+            parts = self._parts(batch)
+            return frames.Dispatch(batch.id, (), requests=parts, num_tokens=batch.num_tokens)
         runs: list[frames.RowRange] = []
         slab: Slab | None = None
         start = count = 0
@@ -155,7 +157,14 @@ class RequestMemory:
         assert slab is not None
         runs.append(frames.RowRange(slab.id, start, count))
         parts = self._parts(batch) if self.needs_parts else ()
-        return frames.Dispatch(batch.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
+        return frames.Dispatch(
+            batch.id,
+            tuple(runs),
+            geometry.row_shapes,
+            layout.capacity,
+            parts,
+            num_tokens=batch.num_tokens,
+        )
 
     def _parts(self, batch: RunningBatch) -> tuple[frames.RequestPart, ...]:
         return tuple(

@@ -12,8 +12,10 @@ from dataclasses import replace
 from penstock.errors import Overloaded, PenstockError, Quarantined
 from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies
+from penstock.serving.shares import BatchShare
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.types import Request
 
@@ -25,15 +27,23 @@ DROPPED = Overloaded(LATE, reason="dropped_late")
 class RequestQueue:
     """Owns the batcher (`slo` is the same one, if the model has an SLO) and the suspects."""
 
-    def __init__(self, context: ModelContext, replies: Replies, guard: PoisonGuard) -> None:
+    def __init__(
+        self,
+        context: ModelContext,
+        replies: Replies,
+        guard: PoisonGuard,
+        elsewhere: Elsewhere = NOTHING_ELSEWHERE,
+    ) -> None:
         self._config = config = context.config
         self._replies = replies
         self._guard = guard
         self._clock = context.clock
+        # The other shards that serve the model.
+        self._elsewhere = elsewhere
         self.slo: SloBatcher | None = None
         if config.batching.slo_latency_s is not None:
-            self.slo = SloBatcher(config.batching, config.num_instances)
-        self.batcher: Batcher | SloBatcher = self.slo or Batcher(config.batching)
+            self.slo = SloBatcher(config.batching, config.num_instances, elsewhere)
+        self.batcher: Batcher | SloBatcher = self.slo or Batcher(config.batching, elsewhere)
         self.suspects: deque[Request] = deque()
         # When a suspect was last tried, or when the first one was added.
         self.tried_suspect_at = 0.0
@@ -46,8 +56,8 @@ class RequestQueue:
         """Serve one request at a time. Only before the first request."""
         policy = replace(self._config.batching, is_dynamic=False)
         if self.slo is not None:
-            self.slo = SloBatcher(policy, self._config.num_instances)
-        self.batcher = self.slo or Batcher(policy)
+            self.slo = SloBatcher(policy, self._config.num_instances, self._elsewhere)
+        self.batcher = self.slo or Batcher(policy, self._elsewhere)
 
     def expire(self, now: float) -> None:
         """Refuse the requests that waited too long, or that would be late."""
@@ -57,10 +67,11 @@ class RequestQueue:
         for request in self.batcher.expire(now):
             self._replies.refuse(request, QUEUE_TIMEOUT)
 
-    def next(self, now: float) -> list[Request] | None:
-        """Return the batch to run now on a free instance; None: not yet."""
+    def next(self, now: float, share: BatchShare | None = None) -> list[Request] | None:
+        """Return the batch to run now on a free instance, or this shard's share of one that a
+        worker has claimed; None: not yet."""
         while True:
-            batch = self.batcher.next(now)
+            batch = self.batcher.next(now, share)
             if batch is None or self.batcher.closed_by != "rerun":
                 return batch
             # Its body or key may have been quarantined while it waited.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.errors import NotFound
-from penstock.serving.core_link import ModelPart
+from penstock.serving.core_link import ModelPart, ShardSetup
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics_record import MetricsRecord, record
 from penstock.serving.model import Model
@@ -177,7 +177,8 @@ class Shard:
         if opening.model in self._models:
             return
         cores = [RemoteCore(number, self._send) for number in opening.parts]
-        model = make_model(opening.config, quotas=self.table.quotas, cores=cores)
+        setups = [ShardSetup(core, _seems_idle) for core in cores]
+        model = make_model(opening.config, quotas=self.table.quotas, shards=setups)
         stages = model.models if isinstance(model, StagePipeline) else [model]
         for number, stage, core in zip(opening.parts, stages, cores, strict=True):
             self._parts[number] = stage.readiness, core
@@ -205,6 +206,11 @@ class Shard:
         for part, _ in list(self._parts.values()):
             with contextlib.suppress(OSError):
                 part.tick()
+
+
+def _seems_idle(index: int) -> bool:
+    """Take it that a worker has nothing to do, unless its last batch was shared."""
+    return True
 
 
 def _read_model(model: Model | StagePipeline) -> ModelReading:

@@ -28,6 +28,8 @@ class Queued:
     geometry: Hashable = None
     # Rows (or tokens, with a budget) of that geometry that arrive per second.
     arrivals_per_s: float = 0.0
+    # In slo mode, the size of batches under backlog that the shard's admission counts on; 0: none.
+    target_size: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -18,8 +18,10 @@ from operator import attrgetter
 
 from penstock.config import BatchPolicy
 from penstock.errors import Overloaded
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere, OtherShards
 from penstock.serving.lanes import Closed, Lane, Lanes
 from penstock.serving.paces import GeometryPace, Paces
+from penstock.serving.shares import BatchShare, Queued
 from penstock.types import Request
 
 # One batch in EXPLORE_EVERY may explore a size to learn its time, only below this load.
@@ -78,9 +80,14 @@ class Deadlines:
 class SloBatcher(Lanes):
     """Owned by the core's event loop."""
 
-    def __init__(self, policy: BatchPolicy, num_executors: int = 1) -> None:
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        num_executors: int = 1,
+        elsewhere: Elsewhere = NOTHING_ELSEWHERE,
+    ) -> None:
         assert policy.slo_latency_s is not None
-        super().__init__(policy)
+        super().__init__(policy, elsewhere)
         self._max_size = policy.max_tokens or self._max_rows
         # Size of a request in the unit of T(b).
         size = "num_tokens" if self._has_budget else "num_rows"
@@ -90,7 +97,8 @@ class SloBatcher(Lanes):
         self.paces: Mapping[object, GeometryPace] = paces.by_geometry
         # Seeds batch times from warm-up; hears how long the event loop waited for a CPU.
         self.seed, self.note_wait = paces.seed, paces.note_wait
-        # Predicted end and start of the running batches; sorted.
+        # Predicted end and start of the running batches; sorted. Of a shard, only those that no
+        # worker has claimed: the workers show all of them.
         self._running: list[tuple[float, float]] = []
         self._deadlines = Deadlines(policy.slo_latency_s)
         self._dropped: list[Request] = []
@@ -132,12 +140,14 @@ class SloBatcher(Lanes):
         paces = self._paces
         if now >= paces.refresh_at:
             paces.refresh(now)
-        self._admit(request)
+        self._admit(request, now)
         pace = paces.get(geometry)
         pace.arrived(self._size(request), now)
         # An idle model takes anything: a wrong prediction must not refuse all requests for ever.
-        if self.num_queued or len(self._running) >= paces.num_executors:
-            self._check(request, geometry, pace, now)
+        there = None if self._elsewhere is None else self._elsewhere.look(now)
+        num_running = len(self._running if there is None else there.ends)
+        if self.num_queued or num_running >= paces.num_executors or there and there.sizes[-1]:
+            self._check(request, geometry, pace, now, there)
         self._append(request, geometry)
         self._work_s += pace.work_s(self._size(request))
         if self._turn_began is None:
@@ -175,31 +185,72 @@ class SloBatcher(Lanes):
         """Remove and return all queued requests, including dropped ones not refused yet."""
         return self.take_dropped() + super().drain()
 
-    def next(self, now: float) -> list[Request] | None:
-        """Return the batch to run now on a free instance; None: not yet (see `wake_at`)."""
+    def next(self, now: float, share: BatchShare | None = None) -> list[Request] | None:
+        """Return the batch to run now on a free instance, or this shard's share of one that a
+        worker has claimed; None: not yet (see `wake_at`)."""
         if now >= self._paces.refresh_at:
             self._paces.refresh(now)
-        batch = self._next_batch(now)
+        batch = self._next_batch(now, share)
         self._work_s = sum(map(self._paces.waiting_s, self._lanes.values()))
         self.wake_at = self.next_expiry
         return batch
 
-    def _check(self, request: Request, geometry: object, pace: GeometryPace, now: float) -> None:
+    def wanted(self, now: float) -> Queued | None:
+        """Return what this shard would give if a worker claimed it now; None: nothing (see
+        `wake_at`)."""
+        self.wake_at = self.next_expiry
+        lanes = self.waiting()
+        if not lanes:
+            return None
+        lane = lanes[0]
+        due = self._deadlines.at(next(lane.walk()))
+        pace = self._paces.get(lane.geometry)
+        return self._queued(lane, due, pace.arrivals_per_s, pace.target_size)
+
+    def publish(self, now: float) -> None:
+        """Show the other shards and the workers what is queued here."""
+        queued = self.wanted(now)
+        if queued is None:
+            rates = [pace.arrivals_at(now) for pace in self._paces.by_geometry.values()]
+            empty = (0,) * self._num_levels
+            queued = Queued(empty, empty, now, arrivals_per_s=sum(rates))
+        total = sum(self._sizes)
+        # Levels share the work in proportion to their size.
+        unit_s = self._work_s / total if total else 0.0
+        self._publish(queued, [size * unit_s for size in self._sizes], now)
+
+    def _check(
+        self,
+        request: Request,
+        geometry: object,
+        pace: GeometryPace,
+        now: float,
+        there: OtherShards | None,
+    ) -> None:
         """Refuse a request that is predicted to be late."""
         paces = self._paces
         lane, size = self._lanes.get(geometry), self._size(request)
         ahead = sum(paces.sizes(lane)[: request.priority + 1]) if lane is not None else 0
         target, target_s = paces.full_batch(lane, pace)
+        arrivals_per_s = pace.arrivals_per_s
+        if there is not None:
+            arrivals_per_s += there.arrivals_per_s
+            # Other shards do not say of which geometry their requests are.
+            if len(paces.by_geometry) == 1:
+                ahead += int(there.sizes[min(request.priority, len(there.sizes) - 1)])
         num_batches, in_mine = divmod(ahead, target)
         if in_mine and in_mine + size > target:
             num_batches, in_mine = num_batches + 1, 0
         rounds, turn = divmod(num_batches, paces.num_executors)
-        start = self._free_at(turn, now) + rounds * target_s
+        start = self._free_at(turn, now, there) + rounds * target_s
         if len(self._lanes) > (lane is not None):
             others_s = self._work_s - (paces.waiting_s(lane) if lane is not None else 0.0)
             start += max(0.0, others_s) / paces.num_executors
+        if there is not None and len(paces.by_geometry) > 1:
+            work_s = there.work_s[min(request.priority, len(there.work_s) - 1)]
+            start += work_s / paces.num_executors
         # Others will join its batch before it starts.
-        joining = in_mine + size + pace.arrivals_per_s * (start - now)
+        joining = in_mine + size + arrivals_per_s * (start - now)
         own_s = pace.times.mean_s(max(size, min(joining, target)))
         finish = start + own_s
         kept_s = paces.margin_s(own_s) + paces.lag_s
@@ -212,23 +263,31 @@ class SloBatcher(Lanes):
                 reason="predicted_late",
             )
 
-    def _free_at(self, turn: int, now: float) -> float:
+    def _free_at(self, turn: int, now: float, there: OtherShards | None) -> float:
         """Return when the executor after `turn` others becomes free. An overdue one is expected to
         take as long again as it is overdue."""
-        busy = turn - (self._paces.num_executors - len(self._running))
-        if busy < 0:
-            return now
-        end = self._running[min(busy, len(self._running) - 1)][0]
+        if there is None:
+            busy = turn - (self._paces.num_executors - len(self._running))
+            if busy < 0:
+                return now
+            end = self._running[min(busy, len(self._running) - 1)][0]
+        else:
+            busy = turn - (self._paces.num_executors - len(there.ends))
+            if busy < 0 or not there.ends:
+                return now
+            end = there.ends[min(busy, len(there.ends) - 1)]
         return end if end > now else now + (now - end)
 
-    def _next_batch(self, now: float) -> list[Request] | None:
+    def _next_batch(self, now: float, share: BatchShare | None) -> list[Request] | None:
         again = self._take_alone()
         if again is not None:
             self._note_running(now, self._paces.mean_s(self._size(again)))
             return [again]
-        for lane in self.waiting():
+        for lane in self._lanes_for(share):
             pace = self._paces.get(lane.geometry)
-            if self._is_backlogged(lane, pace):
+            if share is not None:
+                batch = self._form_part(lane, share, now)
+            elif self._is_backlogged(lane, pace):
                 batch = self._form_from_backlog(lane, pace, now)
             else:
                 batch = self._form_from_all(lane, pace, now)
@@ -310,6 +369,34 @@ class SloBatcher(Lanes):
             batch.append(request)
             num_rows, size = num_rows + request.num_rows, next_size
             deadline = min(deadline, its_deadline)
+        self._drop(late)
+        return batch
+
+    def _form_part(self, lane: Lane, share: BatchShare, now: float) -> list[Request]:
+        """Form this shard's share of a batch that ends at a given time."""
+        batch: list[Request] = []
+        late: list[Request] = []
+        num_rows = num_tokens = 0
+        deadlines = self._deadlines
+        can_hope = share.ends_at - now
+        self._limit = None
+        for request in lane.walk():
+            if deadlines.at(request) < share.ends_at:
+                if share.drops_late:
+                    late.append(request)
+                    continue
+                if batch:
+                    self._limit = "SLO deadline"
+                    break
+                if can_hope <= deadlines.allowed_s(request):
+                    late.append(request)
+                    continue
+                # Even an idle model would be late: it was admitted to test that prediction.
+            num_rows, num_tokens = num_rows + request.num_rows, num_tokens + request.num_tokens
+            if num_rows > share.max_rows or num_tokens > share.max_tokens:
+                self._limit = "SLO target" if share.drops_late else "SLO deadline"
+                break
+            batch.append(request)
         self._drop(late)
         return batch
 

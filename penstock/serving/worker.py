@@ -491,6 +491,7 @@ def _queued(frame: frames.Want) -> Queued:
         frame.head_tokens,
         frame.geometry,
         frame.arrivals_per_s,
+        frame.target_size,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from penstock.serving.batches import RunningBatch
 from penstock.serving.worker_link import WorkerLink
+from penstock.wire import frames
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +26,10 @@ class WorkerPlace:
     life: int = 0
     # It is to be replaced: it gets no more batches.
     is_leaving: bool = False
+    # It serves other shards too, and knows that this one has something to claim.
+    is_wanting: bool = False
+    # Its last batch had rows of other shards, so it probably has some now.
+    is_shared: bool = False
     batches: list[RunningBatch] = field(default_factory=list)
     # When it last answered a batch, by the model's clock.
     answered_at: float = 0.0
@@ -32,7 +37,13 @@ class WorkerPlace:
     def open(self, life: int, link: WorkerLink) -> None:
         """Use a new worker, which is ready."""
         self.close()
-        self.life, self.link, self.is_leaving = life, link, False
+        self.life, self.link = life, link
+        self.is_leaving = self.is_wanting = self.is_shared = False
+
+    def send(self, frame: frames.ShardToWorker) -> None:
+        """Frames to a dead worker are dropped."""
+        if self.link is not None:
+            self.link.send(frames.encode(frame))
 
     def close(self) -> None:
         if self.link is not None:

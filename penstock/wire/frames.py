@@ -131,6 +131,7 @@ class Want(Frame, tag="want"):
     head_tokens: int = 0
     geometry: str | None = None
     arrivals_per_s: float = 0.0
+    target_size: int = 0
 
 
 class Dispatch(Frame, tag="run"):

@@ -137,7 +137,7 @@ class TestRounds:
 
     def test_a_page_without_rows_is_not_trusted_before_the_worker_goes_idle(self) -> None:
         page = {0: Queued((0,)), 1: Queued((5,), due=1.0)}
-        claims = make_claims(read=page.get)
+        claims = make_claims(read=lambda shard, now: page.get(shard))
         claims.wanted(0, want(1))
         claims.wanted(1, want(1))
         assert shares(claims.decide(0.0)) == {1: 8}

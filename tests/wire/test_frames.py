@@ -62,7 +62,7 @@ FROM_WORKER = [
     frames.StartFailed(("config: wrong", "input: missing")),
     frames.Leaving("its memory is in pieces"),
 ]
-WANT = frames.Want((5, 2), (50, 20), 12.5, 2, 8, "rows x [16]", 1e3)
+WANT = frames.Want((5, 2), (50, 20), 12.5, 2, 8, "rows x [16]", 1e3, 64)
 SHARD_TO_WORKER = [
     frames.Hello(frames.VERSION, 1 << 28),
     frames.MapSlab(1, 4096),
@@ -372,7 +372,7 @@ runs = st.builds(frames.RowRange, sizes, sizes, sizes)
 seconds = st.floats(0, 1e6)
 amounts = st.lists(sizes, max_size=3).map(tuple)
 wants = st.builds(
-    frames.Want, amounts, amounts, seconds, sizes, sizes, st.none() | st.text(), seconds
+    frames.Want, amounts, amounts, seconds, sizes, sizes, st.none() | st.text(), seconds, sizes
 )
 
 

@@ -1,0 +1,62 @@
+"""What the other shards of a model have queued and what its workers run, for batchers. Pure.
+
+A batcher with the whole queue of its model needs none of this: `NOTHING_ELSEWHERE`. One that has a
+part of it predicts waits and applies limits with the sums of all parts. Everything here is a hint
+that may be old or wrong: it may change what is refused, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.serving.shares import Queued
+
+
+@dataclass(slots=True, eq=False)
+class OtherShards:
+    """Sums over the other shards, and the batches that run."""
+
+    # Queued requests, their rows (or tokens, with a token budget), and the time that these take one
+    # executor; by level, each including the levels above.
+    num_requests: Sequence[float] = (0,)
+    sizes: Sequence[float] = (0,)
+    work_s: Sequence[float] = (0.0,)
+    # Rows (or tokens) that arrive per second, of all geometries.
+    arrivals_per_s: float = 0.0
+    # Predicted ends of the running batches, also of this shard's; sorted.
+    ends: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLoad:
+    """What a shard publishes: its queue, and by level its number of requests and their work."""
+
+    queued: Queued
+    num_requests: Sequence[int]
+    work_s: Sequence[float]
+
+
+class Elsewhere(Protocol):
+    def look(self, now: float) -> OtherShards:
+        """Return the present figures; valid until the next call."""
+
+    def publish(self, load: ShardLoad, now: float) -> None:
+        """Show the other shards and the workers what is queued here."""
+
+
+class NothingElsewhere:
+    """For the batcher of a model that is served by one shard."""
+
+    def __init__(self) -> None:
+        self._nothing = OtherShards()
+
+    def look(self, now: float) -> OtherShards:
+        return self._nothing
+
+    def publish(self, load: ShardLoad, now: float) -> None:
+        """Nobody reads it."""
+
+
+NOTHING_ELSEWHERE = NothingElsewhere()

@@ -1,0 +1,315 @@
+"""One page of shared memory in which shards and workers show each other their load.
+
+The core creates it; every process of the server maps it. It holds 8-byte floats, and each cell has
+one writer. No cell guards another, so readers need no lock: a value is old or new, never half of
+both. Everything in the page is a hint. Readers bound what they read, and a page of random bits can
+only change what is refused or how batches are divided, never an answer.
+
+    header       core          layout: version, shards, models, slots of a model
+    shard        the shard     heartbeat, CPU seconds, connections
+    model
+      queue      the shard     requests, rows, tokens, work by level; due, head, arrivals
+      limits     the shard     for each slot, when its oldest batch is overdue
+      held       the shard     requests by API key
+      slot       the worker    predicted end of the batch that runs in it (0: idle), start, rows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ConfigError
+from penstock.serving.elsewhere import OtherShards, ShardLoad
+from penstock.serving.paces import ARRIVALS_S
+from penstock.serving.shares import Queued
+
+VERSION = 1
+CELL_BYTES = 8
+# A cache line; blocks of different writers never share one.
+LINE = 8
+HEADER_CELLS = LINE
+SHARD_CELLS = LINE
+SLOT_CELLS = LINE
+# Levels that are shown apart; lower ones count as the last.
+NUM_LEVELS = 4
+# Cells of a queue block.
+REQUESTS, ROWS, TOKENS, WORK = 0, 4, 8, 12
+DUE, HEAD_ROWS, HEAD_TOKENS, ARRIVALS, ARRIVED_AT, TARGET = 16, 17, 18, 19, 20, 21
+QUEUE_CELLS = 3 * LINE
+NUM_KEYS = 64
+# Cells of a slot block.
+ENDS_AT, STARTED, NUM_ROWS, NUM_BATCHES = 0, 1, 2, 3
+# Cells of a shard block.
+HEARTBEAT, CPU_S, CONNECTIONS = 0, 1, 2
+# Larger values are not believed.
+MAX_COUNT = 1e7
+MAX_WORK_S = 3600.0
+# Figures are read again after this time, and arrival rates after that one.
+MAX_AGE_S = 0.00005
+MAX_RATE_AGE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Where cells are. `max_slots`: of all workers of one model."""
+
+    num_shards: int
+    max_models: int = 64
+    max_slots: int = 64
+
+    @property
+    def _limit_cells(self) -> int:
+        return -(-self.max_slots // LINE) * LINE
+
+    @property
+    def shard_cells(self) -> int:
+        """Cells of one shard in the block of a model."""
+        return QUEUE_CELLS + self._limit_cells + NUM_KEYS
+
+    @property
+    def model_cells(self) -> int:
+        return self.num_shards * self.shard_cells + self.max_slots * SLOT_CELLS
+
+    @property
+    def num_cells(self) -> int:
+        return self.shard_at(self.num_shards) + self.max_models * self.model_cells
+
+    def shard_at(self, shard: int) -> int:
+        return HEADER_CELLS + shard * SHARD_CELLS
+
+    def model_at(self, model: int) -> int:
+        return self.shard_at(self.num_shards) + model * self.model_cells
+
+    def queue_at(self, model: int, shard: int) -> int:
+        return self.model_at(model) + shard * self.shard_cells
+
+    def limits_at(self, model: int, shard: int) -> int:
+        return self.queue_at(model, shard) + QUEUE_CELLS
+
+    def held_at(self, model: int, shard: int) -> int:
+        return self.limits_at(model, shard) + self._limit_cells
+
+    def slot_at(self, model: int, slot: int) -> int:
+        return self.model_at(model) + self.num_shards * self.shard_cells + slot * SLOT_CELLS
+
+
+class SharedPage:
+    """The mapped page. `cells` is a view of floats."""
+
+    def __init__(self, cells: memoryview[float], layout: PageLayout) -> None:
+        self.cells = cells
+        self.layout = layout
+
+    @classmethod
+    def in_memory(cls, layout: PageLayout) -> SharedPage:
+        """Make a page that only this process has."""
+        page = cls(memoryview(bytearray(layout.num_cells * CELL_BYTES)).cast("d"), layout)
+        page._describe()
+        return page
+
+    @classmethod
+    def create(cls, layout: PageLayout) -> tuple[SharedPage, int]:
+        """Make a page for other processes; return it and its descriptor, which the caller owns. It
+        is sealed: no process can shrink it under the others."""
+        fd = os.memfd_create("penstock-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, layout.num_cells * CELL_BYTES)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        page = cls(memoryview(mmap.mmap(fd, layout.num_cells * CELL_BYTES)).cast("d"), layout)
+        page._describe()
+        return page, fd
+
+    @classmethod
+    def open(cls, fd: int) -> SharedPage:
+        """Map a page that another process made; ConfigError if it has another layout."""
+        num_bytes = os.fstat(fd).st_size
+        cells = memoryview(mmap.mmap(fd, num_bytes)).cast("d")
+        if len(cells) < HEADER_CELLS or cells[0] != VERSION:
+            raise ConfigError(f"the shared page is not of version {VERSION}")
+        shards, models, slots = (bounded(cells[i], MAX_COUNT) for i in (1, 2, 3))
+        layout = PageLayout(int(shards), int(models), int(slots))
+        if layout.num_cells != len(cells):
+            raise ConfigError(
+                f"the shared page has {len(cells)} cells; {layout.num_cells} were expected"
+            )
+        return cls(cells, layout)
+
+    def _describe(self) -> None:
+        layout = self.layout
+        figures = (VERSION, layout.num_shards, layout.max_models, layout.max_slots)
+        for index, figure in enumerate(figures):
+            self.cells[index] = figure
+
+    def close(self) -> None:
+        """Unmap it; views that others still hold keep it."""
+        with contextlib.suppress(BufferError):
+            self.cells.release()
+
+    def beat(self, shard: int, now: float, cpu_s: float, num_connections: int) -> None:
+        """Show that a shard is alive, and how busy."""
+        at = self.layout.shard_at(shard)
+        self.cells[at + CPU_S] = cpu_s
+        self.cells[at + CONNECTIONS] = num_connections
+        self.cells[at + HEARTBEAT] = now
+
+    def clear_shard(self, shard: int) -> None:
+        """Remove what a dead shard has shown. Only the core, before a successor starts."""
+        layout = self.layout
+        self._clear(layout.shard_at(shard), SHARD_CELLS)
+        for model in range(layout.max_models):
+            self._clear(layout.queue_at(model, shard), layout.shard_cells)
+
+    def clear_model(self, model: int) -> None:
+        """Remove everything of a model that was unloaded. Only the core."""
+        self._clear(self.layout.model_at(model), self.layout.model_cells)
+
+    def clear_slot(self, model: int, slot: int) -> None:
+        """Remove what a dead worker has shown. Only the core."""
+        self._clear(self.layout.slot_at(model, slot), SLOT_CELLS)
+
+    def _clear(self, at: int, count: int) -> None:
+        for index in range(at, at + count):
+            self.cells[index] = 0.0
+
+    # A worker's cells.
+
+    def show_batch(self, model: int, slot: int, started: float, ends_at: float, rows: int) -> None:
+        at = self.layout.slot_at(model, slot)
+        self.cells[at + STARTED] = started
+        self.cells[at + NUM_ROWS] = rows
+        self.cells[at + NUM_BATCHES] += 1
+        self.cells[at + ENDS_AT] = ends_at
+
+    def show_idle(self, model: int, slot: int) -> None:
+        self.cells[self.layout.slot_at(model, slot) + ENDS_AT] = 0.0
+
+    def is_idle(self, model: int, slot: int) -> bool:
+        return self.cells[self.layout.slot_at(model, slot) + ENDS_AT] == 0.0
+
+    # A shard's cells.
+
+    def show_queue(self, model: int, shard: int, load: ShardLoad, now: float) -> None:
+        cells, at, queued = self.cells, self.layout.queue_at(model, shard), load.queued
+        for start, values in (
+            (REQUESTS, load.num_requests),
+            (ROWS, queued.rows),
+            (TOKENS, queued.tokens),
+            (WORK, load.work_s),
+        ):
+            if len(values) > NUM_LEVELS:
+                values = (*values[: NUM_LEVELS - 1], sum(values[NUM_LEVELS - 1 :]))
+            for level, value in enumerate(values):
+                cells[at + start + level] = value
+        cells[at + DUE] = queued.due
+        cells[at + HEAD_ROWS] = queued.head_rows
+        cells[at + HEAD_TOKENS] = queued.head_tokens
+        cells[at + ARRIVALS] = queued.arrivals_per_s
+        cells[at + ARRIVED_AT] = now
+        cells[at + TARGET] = queued.target_size
+
+    def read_queue(self, model: int, shard: int, now: float) -> Queued:
+        """Return what a shard shows; its geometry is not known here."""
+        at = self.layout.queue_at(model, shard)
+        block = self.cells[at : at + QUEUE_CELLS].tolist()
+        rows = [int(bounded(each, MAX_COUNT)) for each in block[ROWS : ROWS + NUM_LEVELS]]
+        tokens = [int(bounded(each, MAX_COUNT)) for each in block[TOKENS : TOKENS + NUM_LEVELS]]
+        due = block[DUE]
+        return Queued(
+            tuple(rows),
+            tuple(tokens) if any(tokens) else (),
+            due if abs(due - now) <= MAX_WORK_S else now,
+            max(1, int(bounded(block[HEAD_ROWS], MAX_COUNT))),
+            int(bounded(block[HEAD_TOKENS], MAX_COUNT)),
+            None,
+            faded(block[ARRIVALS], block[ARRIVED_AT], now),
+            int(bounded(block[TARGET], MAX_COUNT)),
+        )
+
+
+class PageElsewhere:
+    """The other shards of one model, as the page shows them; has the interface `Elsewhere`. Figures
+    are at most MAX_AGE_S old. `num_slots`: of all workers of the model."""
+
+    def __init__(
+        self,
+        page: SharedPage,
+        model: int,
+        shard: int,
+        num_slots: int,
+        policy_levels: int = 1,
+        has_budget: bool = False,
+    ) -> None:
+        self._page, self._model, self._shard = page, model, shard
+        layout = page.layout
+        if not 0 < num_slots <= layout.max_slots:
+            raise ConfigError(
+                f"a model has {num_slots} slots; the shared page has room for 1 to "
+                f"{layout.max_slots}"
+            )
+        self._num_levels = min(NUM_LEVELS, policy_levels)
+        self._size_cells = TOKENS if has_budget else ROWS
+        self._others = OtherShards()
+        self._looked_at = self._rates_at = -math.inf
+        begin = layout.queue_at(model, 0)
+        self._queues = page.cells[begin : layout.queue_at(model, layout.num_shards)]
+        self._slots = page.cells[layout.slot_at(model, 0) : layout.slot_at(model, num_slots)]
+        self._stride = layout.shard_cells
+
+    def look(self, now: float) -> OtherShards:
+        others = self._others
+        if 0 <= now - self._looked_at < MAX_AGE_S:
+            return others
+        self._looked_at = now
+        others.num_requests = self._sums(REQUESTS, MAX_COUNT)
+        others.sizes = self._sums(self._size_cells, MAX_COUNT)
+        others.work_s = self._sums(WORK, MAX_WORK_S)
+        ends = self._slots[ENDS_AT::SLOT_CELLS].tolist()
+        others.ends = sorted(end for end in ends if end and abs(end - now) <= MAX_WORK_S)
+        if not 0 <= now - self._rates_at < MAX_RATE_AGE_S:
+            self._rates_at = now
+            others.arrivals_per_s = self._arrivals_per_s(now)
+        return others
+
+    def publish(self, load: ShardLoad, now: float) -> None:
+        self._page.show_queue(self._model, self._shard, load, now)
+
+    def _column(self, cell: int) -> Sequence[float]:
+        """Return this cell of the other shards."""
+        column = self._queues[cell :: self._stride].tolist()
+        del column[self._shard]
+        return column
+
+    def _sums(self, cell: int, limit: float) -> list[float]:
+        """Return sums over shards by level, each including the levels above; the last one stands
+        for all below it as well."""
+        sums: list[float] = []
+        above = 0.0
+        for level in range(self._num_levels):
+            column = self._column(cell + level)
+            total = sum(column)
+            if not 0.0 <= total <= limit:
+                total = sum(bounded(each, limit) for each in column)
+            above += total
+            sums.append(above)
+        return sums
+
+    def _arrivals_per_s(self, now: float) -> float:
+        rates, times = self._column(ARRIVALS), self._column(ARRIVED_AT)
+        return sum(faded(rate, at, now) for rate, at in zip(rates, times, strict=True))
+
+
+def bounded(value: float, limit: float) -> float:
+    """Return the value, or 0 if it is no number from 0 to the limit."""
+    return value if 0.0 <= value <= limit else 0.0
+
+
+def faded(rate: float, at: float, now: float) -> float:
+    """Return an arrival rate that was `rate` at that time."""
+    rate = bounded(rate, MAX_COUNT)
+    return rate * math.exp(max(-MAX_WORK_S, min(0.0, at - now)) / ARRIVALS_S) if at == at else 0.0

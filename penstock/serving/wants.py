@@ -1,0 +1,109 @@
+"""What a shard tells workers that also serve other shards, and how it answers their claims.
+
+Such a worker decides when a batch runs (`claims`). The shard offers a batch unasked only while the
+worker seems to have nothing to do; otherwise it says once what it has queued, and waits for the
+worker's claim. Knows frames and the queue, but neither sockets nor memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.serving.plan import Geometry
+from penstock.serving.request_queue import RequestQueue
+from penstock.serving.shares import BatchShare, Queued
+from penstock.serving.worker_place import WorkerPlace
+from penstock.types import Request
+from penstock.wire import frames
+
+
+class Wants:
+    """Invariant: `WorkerPlace.is_wanting` if the last that the worker heard is that there is
+    something to claim."""
+
+    def __init__(self, queue: RequestQueue, sees_idle: Callable[[int], bool]) -> None:
+        self._queue = queue
+        self._sees_idle = sees_idle
+
+    def may_offer(self, worker: WorkerPlace) -> bool:
+        """Whether to send a batch unasked; there is at most one that was not answered."""
+        is_busy = worker.batches or worker.is_shared
+        return not is_busy and self._sees_idle(worker.index)
+
+    def wanted(self, now: float) -> frames.Want | None:
+        """Return what a worker could claim; None: nothing now."""
+        batcher = self._queue.batcher
+        if batcher.num_reruns:
+            # Comes before all others, and alone.
+            return frames.Want((1,), due=now)
+        queued = batcher.wanted(now)
+        return None if queued is None else _want(queued)
+
+    def send(self, workers: Sequence[WorkerPlace], now: float) -> bool:
+        """Tell the workers that do not know it that there is something to claim. Return whether
+        that was looked at; the batcher then says when to look again."""
+        deaf = [each for each in workers if _listens(each) and not each.is_wanting]
+        want = self.wanted(now) if deaf else None
+        if want is not None:
+            for worker in deaf:
+                worker.is_wanting = True
+                worker.send(want)
+        return bool(deaf)
+
+    def take(self, claim: frames.Claim, worker: WorkerPlace, now: float) -> list[Request] | None:
+        """Return the requests for a claim; None: nothing to give."""
+        if not _listens(worker):
+            return None
+        return self._queue.next(now, self._share(claim))
+
+    def complete(self, frame: frames.Dispatch, key: str, round: int, now: float) -> frames.Dispatch:
+        """Add what a worker of several shards needs to know of a batch of this geometry."""
+        batcher = self._queue.batcher
+        frame.is_alone = batcher.closed_by == "rerun"
+        frame.geometry = key if batcher.policy.is_dynamic else ""
+        frame.round = round
+        frame.more = self.wanted(now)
+        return frame
+
+    def pass_on(self, claim: frames.Claim, worker: WorkerPlace, now: float) -> None:
+        """Answer a claim with nothing."""
+        more = self.wanted(now)
+        if more is not None and more.geometry == claim.geometry:
+            # Claimed again at once, it could not be given either, except to a larger claim.
+            more = more if more.head_rows > claim.max_rows else None
+        if not _listens(worker):
+            more = None
+        worker.is_wanting = more is not None
+        worker.send(frames.Pass(claim.round, more))
+
+    def _share(self, claim: frames.Claim) -> BatchShare:
+        geometry: Geometry | str | None = claim.geometry
+        for lane in self._queue.batcher.waiting():
+            if isinstance(lane.geometry, Geometry) and lane.geometry.key == claim.geometry:
+                geometry = lane.geometry
+        return BatchShare(
+            claim.max_rows,
+            claim.others_rows,
+            claim.ends_at,
+            claim.drops_late,
+            geometry,
+            claim.max_tokens,
+        )
+
+
+def _listens(worker: WorkerPlace) -> bool:
+    return worker.is_ready and not worker.is_leaving
+
+
+def _want(queued: Queued) -> frames.Want:
+    geometry = queued.geometry.key if isinstance(queued.geometry, Geometry) else None
+    return frames.Want(
+        queued.rows,
+        queued.tokens,
+        queued.due,
+        queued.head_rows,
+        queued.head_tokens,
+        geometry,
+        queued.arrivals_per_s,
+        queued.target_size,
+    )

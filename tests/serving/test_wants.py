@@ -1,0 +1,195 @@
+"""Models that share a worker, as shards do: nothing is lost, nothing is answered twice."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from doubles import Puppets, RecordingSink, settle
+from example_counts import at_most
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shard_doubles import LentLife
+
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
+from penstock.errors import BackendFailed
+from penstock.serving.core_link import ShardSetup
+from penstock.serving.model import Model
+from penstock.types import Request, TensorSpec, from_array
+
+CONFIG = ModelConfig(
+    name="echo",
+    version="1",
+    backend="null",
+    artifact="",
+    inputs=(TensorSpec("x", "INT64", (4,)),),
+    outputs=(TensorSpec("y", "INT64", (4,)),),
+    max_batch_size=8,
+    batching=BatchPolicy(8, is_dynamic=True),
+    memory=MemoryPolicy(max_slabs=2, spill_bytes=1 << 16),
+)
+VARIABLE = replace(
+    CONFIG,
+    inputs=(TensorSpec("x", "INT64", (-1,)),),
+    outputs=(TensorSpec("y", "INT64", (-1,)),),
+)
+SLO = replace(CONFIG, batching=BatchPolicy(8, is_dynamic=True, slo_latency_s=60.0))
+DELAYED = replace(CONFIG, batching=BatchPolicy(8, is_dynamic=True, max_queue_delay_s=0.002))
+NEVER: Callable[[int], bool] = lambda index: False  # noqa: E731
+
+
+def ask(first: int, num_rows: int = 1, width: int = 4) -> Request:
+    values = np.arange(num_rows * width).reshape(num_rows, width) + 1000 * first
+    return Request(RecordingSink(), [from_array("x", "INT64", values)], 0.0)
+
+
+def check(request: Request, first: int, num_rows: int = 1, width: int = 4) -> None:
+    values = np.arange(num_rows * width).reshape(num_rows, width) + 1000 * first
+    assert request.sink.num_final == 1
+    np.testing.assert_array_equal(request.sink.outputs[0]["y"], values)
+
+
+def run(config: ModelConfig, scenario, sees_idle: Callable[[int], bool] = NEVER, num_lent: int = 1):
+    """Run a scenario with models that share the worker of the first."""
+
+    async def main() -> None:
+        puppets = Puppets()
+        models = [Model(config, start_life=puppets, shard=ShardSetup(sees_idle=sees_idle))]
+        starting = asyncio.ensure_future(models[0].start())
+        await puppets.step_all()
+        await starting
+        (life,), ready = puppets.alive, models[0].host.instances[0].ready
+
+        def lend(loop, on_death):
+            return LentLife(loop, on_death, life, ready)
+
+        for _ in range(num_lent):
+            models.append(Model(config, start_life=lend, shard=ShardSetup(sees_idle=sees_idle)))
+            await models[-1].start()
+        await puppets.step_all()
+        try:
+            await scenario(models, puppets)
+        finally:
+            for model in reversed(models):
+                closing = asyncio.ensure_future(model.close())
+                while not closing.done():
+                    await puppets.step_all()
+                await closing
+
+    asyncio.run(main())
+
+
+async def all_done(requests: list[Request], puppets: Puppets) -> None:
+    async with asyncio.timeout(60):
+        while not all(request.is_done for request in requests):
+            await puppets.step_all()
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("config", [CONFIG, VARIABLE, SLO, DELAYED], ids=lambda c: str(c.batching))
+@pytest.mark.parametrize("num_lent", [0, 1, 3])
+def test_what_is_queued_is_claimed_and_answered(config, num_lent):
+    async def scenario(models, puppets):
+        requests = [ask(number) for number in range(10)]
+        for number, request in enumerate(requests):
+            models[number % len(models)].submit(request)
+        await all_done(requests, puppets)
+        for number, request in enumerate(requests):
+            check(request, number)
+
+    run(config, scenario, num_lent=num_lent)
+
+
+def test_parts_are_merged_and_counted_once():
+    async def scenario(models, puppets):
+        requests = [ask(number, 2) for number in range(4)]
+        for number, request in enumerate(requests):
+            models[number % 2].submit(request)
+        await all_done(requests, puppets)
+        assert sum(model.metrics.num_executions for model in models) == 1
+        assert [list(model.metrics.batches) for model in models].count([8]) == 1
+        assert [model.metrics.num_inferences for model in models] == [4, 4]
+        assert [model.metrics.num_success for model in models] == [2, 2]
+
+    run(CONFIG, scenario)
+
+
+def test_an_idle_worker_gets_a_batch_unasked():
+    async def scenario(models, puppets):
+        request = ask(1)
+        models[1].submit(request)
+        await settle()
+        assert len(models[1].workers[0].batches) == 1, "sent without a claim"
+        late = ask(2)
+        models[1].submit(late)
+        await settle()
+        assert len(models[1].workers[0].batches) == 1, "one at a time"
+        await all_done([request, late], puppets)
+        check(request, 1), check(late, 2)
+
+    run(CONFIG, scenario, sees_idle=lambda index: True)
+
+
+def test_the_request_that_makes_a_merged_batch_fail_is_found():
+    async def scenario(models, puppets):
+        good, bad = ask(1), ask(13)
+        models[0].submit(good), models[1].submit(bad)
+        await all_done([good, bad], puppets)
+        check(good, 1)
+        assert isinstance(bad.sink.error, BackendFailed) and bad.sink.num_final == 1
+
+    run(replace(CONFIG, options={"null.fail_on": "13000"}), scenario)
+
+
+def test_a_shard_that_goes_leaves_the_others_alone():
+    async def scenario(models, puppets):
+        requests = [ask(number) for number in range(4)]
+        for number, request in enumerate(requests):
+            models[number % 2].submit(request)
+        await settle()
+        models[1].workers[0].close()
+        await all_done(requests[::2], puppets)
+        check(requests[0], 0), check(requests[2], 2)
+
+    run(CONFIG, scenario)
+
+
+@pytest.mark.parametrize("config", [CONFIG, VARIABLE, SLO], ids=["rows", "extents", "slo"])
+@settings(deadline=None, max_examples=at_most(60))
+@given(seed=st.integers(0, 1 << 30))
+def test_each_request_is_answered_exactly_once(config, seed):
+    """Submitted at any time, of any size, cancelled or not, offered or claimed."""
+    rng = random.Random(seed)
+
+    async def scenario(models, puppets):
+        sent: list[tuple[Request, int, int, int]] = []
+        cancelled = set()
+        for number in range(30):
+            num_rows = rng.randint(1, 8)
+            width = rng.choice((4, 4, 6)) if config is VARIABLE else 4
+            request = ask(number, num_rows, width)
+            model = rng.choice(models)
+            model.submit(request)
+            sent.append((request, number, num_rows, width))
+            if rng.random() < 0.1:
+                model.cancel(request)
+                cancelled.add(request)
+            if rng.random() < 0.4:
+                for life in puppets.alive:
+                    life.step()
+            if rng.random() < 0.4:
+                await settle(rng.randint(1, 4))
+        await all_done([request for request, *_ in sent], puppets)
+        for request, *what in sent:
+            if request in cancelled:
+                assert request.sink.num_final == 1
+            else:
+                check(request, *what)
+        for model in models:
+            assert model.num_waiting == model.num_running == 0
+            assert model.memory.pool.num_in_use == 0 and model.memory.extents.num_held == 0
+
+    share = rng.choice((0.0, 0.3, 1.0))
+    run(config, scenario, lambda index: rng.random() < share, num_lent=rng.randint(1, 3))
