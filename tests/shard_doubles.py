@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from doubles import PuppetLife
 
 from penstock.config import ModelConfig
 from penstock.processes.channel import Channel, socket_pair
+from penstock.processes.child import Life
 from penstock.serving.plan import column_bytes
 from penstock.serving.slab import Layout, Segment
 from penstock.serving.worker import Worker
@@ -143,11 +143,17 @@ class FakeShard:
 class WorkerAlone:
     """A worker with a loaded model and shards that come and go."""
 
-    def __init__(self, config: ModelConfig, *, in_thread: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        in_thread: bool = False,
+        die: Callable[[], None] | None = None,
+    ) -> None:
         self._config = config
         self.core, theirs = socket_pair()
         self._theirs = theirs
-        self.worker = Worker(Channel(theirs))
+        self.worker = Worker(Channel(theirs), die=die)
         self._thread: threading.Thread | None = None
         self.core.send(frames.encode(frames.LoadModel(frames.VERSION, config)))
         self._num_shards = 0
@@ -194,7 +200,7 @@ class LentLife:
         self,
         loop: asyncio.AbstractEventLoop,
         on_death: Callable[[str], None],
-        lender: PuppetLife,
+        lender: Life,
         ready: frames.WorkerReady,
     ) -> None:
         self.sock, self._theirs = socket_pair()

@@ -85,9 +85,9 @@ class ViewElsewhere:
         self._old = PageElsewhere(view.page, MODEL, shard, num_slots, levels, has_budget)
         self._new = PageElsewhere(page, MODEL, shard, num_slots, levels, has_budget)
 
-    def look(self, now: float) -> OtherShards:
+    def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
         self._view.at(now)
-        return self._old.look(now)
+        return self._old.look(now, is_fresh=is_fresh)
 
     def publish(self, load: ShardLoad, now: float) -> None:
         self._new.publish(load, now)
@@ -150,7 +150,7 @@ class SimulatedShard:
         self._geometries: dict[int, Hashable] = {}
         # Workers that have an open Want.
         self._wants: set[int] = set()
-        self._wake_at = math.inf
+        self._wake_at: float | None = None
         self.is_alive = True
 
     def arrive(self, index: int) -> None:
@@ -181,13 +181,15 @@ class SimulatedShard:
             self._want(now)
         batcher = self.batcher
         wake_at = batcher.wake_at if has_idle or not self._is_only else batcher.next_expiry
-        if wake_at is not None and wake_at < self._wake_at:
+        if wake_at != self._wake_at:
             self._wake_at = wake_at
-            self._simulation.at(max(wake_at, now), self._woken)
+            if wake_at is not None:
+                self._simulation.at(max(wake_at, now), lambda: self._woken(wake_at))
 
-    def _woken(self) -> None:
-        self._wake_at = math.inf
-        self.pump()
+    def _woken(self, wake_at: float) -> None:
+        if wake_at == self._wake_at:
+            self._wake_at = None
+            self.pump()
 
     def _offer_to_idle(self, now: float) -> bool:
         """Send batches to slots that the page shows as idle; return whether one is left."""

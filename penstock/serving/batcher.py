@@ -95,8 +95,7 @@ class Batcher(Lanes):
         if again is not None:
             return [again]
         for lane in self._lanes_for(share):
-            # The worker claims when a batch is due, counting what all shards have.
-            batch = self._form(lane, now) if share is None else self._part(lane, share)
+            batch = self._form(lane, now) if share is None else self._part(lane, share, now)
             if batch:
                 self._take(lane, batch)
                 return batch
@@ -106,7 +105,9 @@ class Batcher(Lanes):
         """Return what this shard would give if a worker claimed it now; None: nothing is due (see
         `wake_at`). Requests of other shards count towards preferred sizes."""
         self.wake_at = self.next_expiry
-        there = 0 if self._elsewhere is None else int(self._elsewhere.look(now).sizes[-1])
+        there = 0
+        if self._elsewhere is not None and not self._is_eager:
+            there = int(self._elsewhere.look(now, is_fresh=True).sizes[-1])
         for lane in self.waiting():
             head = next(lane.walk())
             if self._is_due(lane, head, there, now):
@@ -123,14 +124,20 @@ class Batcher(Lanes):
         delay_s = self.policy.max_queue_delay_s
         if self._is_eager or delay_s == 0 or now >= head.timings.queued + delay_s:
             return True
-        size = there + sum(lane.rows)
-        if size >= min(self._preferred, default=self._max_preferred):
+        enough: float = min(self._preferred, default=self._max_preferred)
+        if self._has_budget:
+            enough = self._max_tokens
+        if there + sum(lane.tokens if self._has_budget else lane.rows) >= enough:
             return True
         wake_at = head.timings.queued + delay_s
         self.wake_at = wake_at if self.wake_at is None else min(self.wake_at, wake_at)
         return False
 
-    def _part(self, lane: Lane, share: BatchShare) -> list[Request]:
+    def _part(self, lane: Lane, share: BatchShare, now: float) -> list[Request]:
+        """Form this shard's share of a batch."""
+        there = 0 if self._has_budget else share.others_rows
+        if not share.is_due and not self._is_due(lane, next(lane.walk()), there, now):
+            return []
         max_rows = min(share.max_rows, self._max_rows) if self.policy.is_dynamic else 1
         batch = self._fitting(lane, max_rows, min(share.max_tokens, self._max_tokens))
         is_unbatched = not self.policy.is_dynamic

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from penstock.serving.shares import Queued
 
 
@@ -29,8 +31,7 @@ class OtherShards:
     ends: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLoad:
+class ShardLoad(msgspec.Struct, frozen=True):
     """What a shard publishes: its queue, and by level its number of requests and their work."""
 
     queued: Queued
@@ -39,8 +40,9 @@ class ShardLoad:
 
 
 class Elsewhere(Protocol):
-    def look(self, now: float) -> OtherShards:
-        """Return the present figures; valid until the next call."""
+    def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
+        """Return the present figures, or those of a moment ago unless `is_fresh`; valid until the
+        next call."""
 
     def publish(self, load: ShardLoad, now: float) -> None:
         """Show the other shards and the workers what is queued here."""
@@ -52,7 +54,7 @@ class NothingElsewhere:
     def __init__(self) -> None:
         self._nothing = OtherShards()
 
-    def look(self, now: float) -> OtherShards:
+    def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
         return self._nothing
 
     def publish(self, load: ShardLoad, now: float) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
+from penstock.backends.heads import Headed
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
 from penstock.serving.shard_link import ShardLink, ShardMemory
@@ -75,6 +76,11 @@ class BatchExecutor:
         self.runner = runner
         self._proof = proof
         self._names = [spec.name for spec in config.inputs]
+
+    @property
+    def pinning_runner(self) -> Runner:
+        """The runner that copies to the device."""
+        return self.runner.inner if isinstance(self.runner, Headed) else self.runner
 
     def begin(self, parts: Sequence[Part]) -> Begun:
         began = time.perf_counter()

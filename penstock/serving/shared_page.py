@@ -217,18 +217,19 @@ class SharedPage:
         """Return what a shard shows; its geometry is not known here."""
         at = self.layout.queue_at(model, shard)
         block = self.cells[at : at + QUEUE_CELLS].tolist()
-        rows = [int(bounded(each, MAX_COUNT)) for each in block[ROWS : ROWS + NUM_LEVELS]]
-        tokens = [int(bounded(each, MAX_COUNT)) for each in block[TOKENS : TOKENS + NUM_LEVELS]]
-        due = block[DUE]
+        rows, tokens = block[ROWS : ROWS + NUM_LEVELS], block[TOKENS : TOKENS + NUM_LEVELS]
+        due, head_rows, head_tokens, rate, rate_at, target = block[DUE : TARGET + 1]
         return Queued(
-            tuple(rows),
-            tuple(tokens) if any(tokens) else (),
+            tuple([int(each) if 0.0 <= each <= MAX_COUNT else 0 for each in rows]),
+            tuple([int(each) if 0.0 <= each <= MAX_COUNT else 0 for each in tokens])
+            if any(tokens)
+            else (),
             due if abs(due - now) <= MAX_WORK_S else now,
-            max(1, int(bounded(block[HEAD_ROWS], MAX_COUNT))),
-            int(bounded(block[HEAD_TOKENS], MAX_COUNT)),
+            int(head_rows) if 1.0 <= head_rows <= MAX_COUNT else 1,
+            int(bounded(head_tokens, MAX_COUNT)),
             None,
-            faded(block[ARRIVALS], block[ARRIVED_AT], now),
-            int(bounded(block[TARGET], MAX_COUNT)),
+            faded(rate, rate_at, now),
+            int(bounded(target, MAX_COUNT)),
         )
 
 
@@ -261,9 +262,9 @@ class PageElsewhere:
         self._slots = page.cells[layout.slot_at(model, 0) : layout.slot_at(model, num_slots)]
         self._stride = layout.shard_cells
 
-    def look(self, now: float) -> OtherShards:
+    def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
         others = self._others
-        if 0 <= now - self._looked_at < MAX_AGE_S:
+        if not is_fresh and 0 <= now - self._looked_at < MAX_AGE_S:
             return others
         self._looked_at = now
         others.num_requests = self._sums(REQUESTS, MAX_COUNT)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(msgspec.Struct, frozen=True, gc=False):
     """What a shard has queued, by priority level (0 is the highest). A hint: it may be old."""
 
     rows: tuple[int, ...]
@@ -41,8 +41,7 @@ class Queued:
         return next((i for i, rows in enumerate(self.rows) if rows), len(self.rows)), self.due
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShare:
+class BatchShare(msgspec.Struct, frozen=True, gc=False):
     """How much a shard may give to a batch that other shards fill as well."""
 
     max_rows: int
@@ -57,6 +56,9 @@ class BatchShare:
     geometry: Hashable = None
     # Only with a token budget.
     max_tokens: float = math.inf
+    # Without an SLO: the batch need not wait for a preferred size or longer. False: it is due only
+    # if this shard finds so, counting `others_rows`; its Want was for requests that ran elsewhere.
+    is_due: bool = True
 
 
 def split(amounts: Sequence[Sequence[int]], heads: Sequence[int], cap: int) -> list[int]:

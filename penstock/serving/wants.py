@@ -88,6 +88,7 @@ class Wants:
             claim.drops_late,
             geometry,
             claim.max_tokens,
+            claim.is_due,
         )
 
 

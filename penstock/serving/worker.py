@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.backends import Runner
-from penstock.backends.heads import Headed
 from penstock.backends.processing import model_in
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import describe_error
@@ -42,7 +41,7 @@ log = logging.getLogger("penstock.worker")
 Answer = frames.Done | frames.BatchFailed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Run:
     """A batch for the runner. `claimed` is how `Claims` knows it; None: it does not, because there
     was only one shard. `begun` is None until it is started."""
@@ -235,9 +234,9 @@ class Worker:
         with self._lock:
             unused, self._unused = self._unused, []
         for link in unused:
-            if link.memory is not None and self.die is not None:
+            if link.memory is not None and self._loaded is not None and self.die is not None:
                 for memory in link.memory.inputs:
-                    self._pinning.unpin(memory)
+                    self._loaded.pinning_runner.unpin(memory)
             link.close()
 
     def _receive_all(self, fds: Sequence[int]) -> None:
@@ -310,14 +309,9 @@ class Worker:
     def _pin(self, memory: memoryview) -> None:
         """Pin shared memory for the GPU. Only in the worker's own process: a thread unmaps the
         memory while the process lives, and the GPU could still read it."""
-        if self.die is not None:
-            self._pinning.pin(memory)
-
-    @property
-    def _pinning(self) -> Runner:
         assert self._loaded is not None
-        runner = self._loaded.runner
-        return runner.inner if isinstance(runner, Headed) else runner
+        if self.die is not None:
+            self._loaded.pinning_runner.pin(memory)
 
     def _run(self, run: Run) -> None:
         assert self._loaded is not None
@@ -327,11 +321,10 @@ class Worker:
                 for part in run.parts:
                     part.link.num_running += 1
         try:
-            begun = self._loaded.begin(run.parts)
+            run.begun = self._loaded.begin(run.parts)
         except BaseException as error:  # Any exception of the model is answered.
             answers = self._failed(run.parts, error)
         else:
-            run = replace(run, begun=begun)
             if self._answerer is None:
                 self._answer(run)
             else:
@@ -408,22 +401,13 @@ class Worker:
     def _answer(self, run: Run) -> None:
         assert self._loaded is not None and run.begun is not None
         try:
-            answers = self._answers(run.parts, self._loaded.finish(run.begun))
+            answers: list[Answer] = []
+            for part, each in zip(run.parts, self._loaded.finish(run.begun), strict=True):
+                answers += [each] if isinstance(each, frames.Done) else self._failed([part], each)
+            del each  # If it is an exception, it holds memory.
         except BaseException as error:  # Any exception of the model is answered.
             answers = self._failed(run.parts, error)
         self._send_all(run, answers)
-
-    def _answers(
-        self, parts: Sequence[Part], found: Sequence[frames.Done | BaseException]
-    ) -> list[Answer]:
-        answers: list[Answer] = []
-        for part, each in zip(parts, found, strict=True):
-            if isinstance(each, frames.Done):
-                answers.append(each)
-            else:
-                (failed,) = self._failed([part], each)
-                answers.append(failed)
-        return answers
 
     def _send_all(self, run: Run, answers: Sequence[Answer]) -> None:
         """Answer the shards of a batch that has ended."""
@@ -507,6 +491,7 @@ def _claim(decision: ClaimRows) -> frames.Claim:
         share.drops_late,
         geometry,
         share.max_tokens,
+        share.is_due,
     )
 
 

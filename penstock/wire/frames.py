@@ -174,6 +174,7 @@ class Claim(Frame, tag="clm"):
     drops_late: bool = False
     geometry: str | None = None
     max_tokens: float = math.inf
+    is_due: bool = True
 
 
 class Release(Frame, tag="rel"):

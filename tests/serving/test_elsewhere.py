@@ -218,6 +218,13 @@ class TestFixedDelay:
         assert shards.batchers[2].next(0.002) is None
         assert len(shards.batchers[2].next(0.002, BatchShare(2, 4)) or []) == 2
 
+    def test_a_claim_for_requests_that_ran_elsewhere_is_not_answered_early(self) -> None:
+        shards = Shards(self.POLICY)
+        shards.fill(0, 1)
+        assert shards.batchers[0].next(0.001, BatchShare(8, 3, is_due=False)) is None
+        assert shards.batchers[0].wake_at == 0.01
+        assert shards.batchers[0].next(0.001, BatchShare(8, 5, is_due=False)) is not None
+
     def test_a_delay_that_is_over_wants_a_claim(self) -> None:
         shards = Shards(self.POLICY)
         shards.fill(0, 1)

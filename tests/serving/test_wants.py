@@ -1,7 +1,9 @@
 """Models that share a worker, as shards do: nothing is lost, nothing is answered twice."""
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,9 +14,11 @@ from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_doubles import LentLife
+from waiting import until
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
+from penstock.processes.life import ProcessLife
 from penstock.serving.core_link import ShardSetup
 from penstock.serving.model import Model
 from penstock.types import Request, TensorSpec, from_array
@@ -193,3 +197,43 @@ def test_each_request_is_answered_exactly_once(config, seed):
 
     share = rng.choice((0.0, 0.3, 1.0))
     run(config, scenario, lambda index: rng.random() < share, num_lent=rng.randint(1, 3))
+
+
+def test_a_worker_process_of_two_shards_is_shared_and_its_death_survived():
+    async def main() -> None:
+        lives: list[ProcessLife] = []
+        lent: list[LentLife] = []
+
+        def start(loop, on_death):
+            lives.append(ProcessLife(loop, on_death))
+            return lives[-1]
+
+        def lend(loop, on_death):
+            (instance,) = owner.host.instances
+            if not instance.is_ready:
+                raise BlockingIOError(11, "the worker is not back yet")
+            lent.append(LentLife(loop, on_death, lives[-1], instance.ready))
+            return lent[-1]
+
+        owner = Model(CONFIG, start_life=start, shard=ShardSetup(sees_idle=NEVER))
+        await owner.start()
+        borrower = Model(CONFIG, start_life=lend, shard=ShardSetup(sees_idle=NEVER))
+        await borrower.start()
+        for attempt in range(2):
+            requests = [ask(number) for number in range(40)]
+            for number, request in enumerate(requests):
+                (owner, borrower)[number % 2].submit(request)
+                if attempt == 1 and number == 20:
+                    os.kill(lives[-1].pid, signal.SIGKILL)
+                    # The core notices first.
+                    await until(lambda: not owner.host.instances[0].is_ready)
+                    lent[-1].kill()
+                await asyncio.sleep(0)
+            await until(lambda requests=requests: all(each.is_done for each in requests))
+            for number, request in enumerate(requests):
+                check(request, number)
+        assert len(lives) == len(lent) == 2
+        await borrower.close()
+        await owner.close()
+
+    asyncio.run(main())

@@ -78,7 +78,7 @@ SHARD_TO_WORKER = [
 ]
 WORKER_TO_SHARD = [
     frames.Claim(3, 16),
-    frames.Claim(3, 16, 48, 12.5, True, "rows x [16]", 512.0),
+    frames.Claim(3, 16, 48, 12.5, True, "rows x [16]", 512.0, False),
     frames.Done(7, 0.1, 0.2, 0.3),
     frames.Done(7, 0.1, 0.2, 0.3, ((EXTENT,), ()), {1: "bad row"}),
     frames.Done(7, 0.1, 0.2, 0.3, total_rows=64, total_tokens=99, is_first=False),
@@ -291,14 +291,14 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
         (
             frames.decode_shard_to_worker,
             frames.Want((5,), (), 0.5, 2, 0, "g", 2.5),
-            "98a477616e74910590cb3fe00000000000000200a167cb4004000000000000",
+            "99a477616e74910590cb3fe00000000000000200a167cb400400000000000000",
         ),
         (frames.decode_shard_to_worker, frames.Pass(3), "93a47061737303c0"),
         (frames.decode_shard_to_worker, frames.Release((0, 64)), "92a372656c920040"),
         (
             frames.decode_worker_to_shard,
             frames.Claim(3, 16, 48, 0.5, True),
-            "98a3636c6d031030cb3fe0000000000000c3c0cb7ff0000000000000",
+            "99a3636c6d031030cb3fe0000000000000c3c0cb7ff0000000000000c3",
         ),
         (
             frames.decode_worker_to_shard,
