@@ -80,8 +80,8 @@ SHARDS_WITH_TEXT = (
 )
 SHARDS_WITH_GRPC = "--shards {number} does not serve gRPC yet; give --no-grpc or --shards 1"
 SHARDS_WITH_QUOTAS = (
-    "--api-keys {path}: quotas of API keys do not work with --shards {number} yet; remove "
-    "requests_per_s, tokens_per_s and queue_share, or use --shards 1"
+    "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
+    "--shards 1"
 )
 
 
@@ -370,8 +370,8 @@ def check_models(found: RepositoryScan, options: ServeOptions) -> None:
 
 
 def check_quotas(keys: Keys, options: ServeOptions) -> None:
-    """Raise ConfigError for quotas, which shards cannot keep yet."""
-    if keys.quotas and options.shards > 1:
+    """Raise ConfigError for shares of queues, which shards cannot keep yet."""
+    if options.shards > 1 and any(each.queue_share is not None for each in keys.quotas.values()):
         text = SHARDS_WITH_QUOTAS.replace("{number}", str(options.shards))
         raise ConfigError([text.replace("{path}", options.api_keys)])
 

@@ -124,6 +124,7 @@ PURE = [
     "serving/placement.py",
     "serving/quarantine.py",
     "serving/quotas.py",
+    "serving/leases.py",
     "processes/restarts.py",
     "serving/plan.py",
     "serving/slo_batcher.py",

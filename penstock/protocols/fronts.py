@@ -415,8 +415,18 @@ class Session:
             case frames.FromPart():
                 assert self._core.shards is not None and self.spec.shard is not None
                 self._core.shards.receive(self.spec.shard, frame)
+            case _:
+                self._receive_from_shard(frame)
+
+    def _receive_from_shard(self, frame: frames.FromFront) -> None:
+        match frame:
             case frames.ShardAnswer():
                 self._hear_answer(frame)
+            case frames.Lease():
+                now, quotas = time.monotonic(), self._catalog.quotas
+                leased, wait_s = quotas.lease(frame.key, frame.amount, now)
+                if frame.amount > 0:
+                    self.line.send(frames.Leased(frame.key, leased, wait_s))
             case _:
                 self._notify(frame)
 
@@ -568,7 +578,10 @@ class Front:
         except OSError as error:
             self._restart(f"could not be started ({error})")
             return
-        self._session.open(msgspec.structs.replace(self._spec.opening, port=self.port))
+        opening = msgspec.structs.replace(self._spec.opening, port=self.port)
+        if self._spec.shard is not None:
+            opening.rates = self._core.management.catalog.quotas.rates
+        self._session.open(opening)
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
 
@@ -590,10 +603,11 @@ class Front:
         """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        opening = msgspec.structs.replace(self._spec.opening, keys=keys)
+        rates = self._core.management.catalog.quotas.rates
+        opening = msgspec.structs.replace(self._spec.opening, keys=keys, rates=rates)
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
-            self._session.line.send(frames.SetKeys(keys))
+            self._session.line.send(frames.SetKeys(keys, rates))
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:

@@ -69,7 +69,7 @@ class Remote:
     is set when the core says so or has exited; `on_drain` is called when it is about to stop;
     `count_connections` provides the number for a Pong; `on_keys` receives changed API keys. In a
     shard, `on_part` receives what the core says about models, with a socket if one came along, and
-    `on_question` answers its questions."""
+    `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -87,6 +87,8 @@ class Remote:
         self.on_keys: Callable[[Keys], None] = lambda keys: None
         self.on_part: Callable[[frames.ToPart, socket.socket | None], None] | None = None
         self.on_question: Callable[[frames.ShardQuestion], Awaitable[bytes]] | None = None
+        self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
+        self.on_leased: Callable[[frames.Leased], None] = lambda leased: None
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
@@ -231,6 +233,7 @@ class Remote:
                 self.on_drain()
             case frames.SetKeys():
                 self.on_keys(_keys(frame.keys))
+                self.on_rates(frame.rates)
             case frames.Stop():
                 self.stopped.set()
             case frames.OpenFront():
@@ -251,6 +254,8 @@ class Remote:
                 task = self._loop.create_task(self._answer_core(frame.call, question))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
+            case frames.Leased():
+                self.on_leased(frame)
             case frames.Release():
                 for offset in frame.offsets:
                     self._outbox.release(offset)

@@ -10,27 +10,37 @@ do not depend on the process. Exits when the core says so or has exited.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
+import time
+from collections import deque
+from collections.abc import Callable
 
 import uvloop
 
 from penstock.config import HttpLimits
+from penstock.errors import NotFound, NotReady, QuotaExceeded
 from penstock.protocols import access_log
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_front import SWITCH_S, Forwarding, finish
 from penstock.protocols.http_server import HttpServer
+from penstock.protocols.infer_http import InferCall
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route import Match
 from penstock.protocols.tls import TlsFiles, watch
-from penstock.protocols.v2_http import LocalInference, V2Http
+from penstock.protocols.v2_http import LocalInference, Parked, V2Http
+from penstock.serving.leases import IDLE_S, Leases
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.model_table import ModelTable
 from penstock.serving.shard import Shard
 from penstock.wire import frames
+
+# Handlers of routes that use models directly.
+DIRECT = frozenset(("openai", "generate", "generate_stream"))
 
 
 class ShardRouter:
@@ -48,10 +58,53 @@ class ShardRouter:
         openai = OpenAiHttp(table, lambda: lifecycle.is_draining, logs_requests)
         generate = GenerateHttp(table, lambda: lifecycle.is_draining, logs_requests)
         handlers = (openai.handle, generate.handle)
+        self._table, self._gate = table, gate
         self._local = local = LocalInference(table, lifecycle, logs_requests, *handlers, gate)
-        self.count, self.refuse, self.infer = local.count, local.refuse, local.infer
+        self.refuse, self.infer = local.refuse, local.infer
+        self.leases = Leases(lambda key, amount: remote.send(frames.Lease(key, amount)))
+        # Messages that wait for a token, by key; and those that may go on, or why not.
+        self._parked: dict[bytes, deque[Exchange]] = {}
+        self._decided: dict[Exchange, QuotaExceeded | None] = {}
+        self.handle: Callable[[Exchange], None] = lambda exchange: None
+
+    def count(self, call: InferCall, exchange: Exchange) -> None:
+        try:
+            self._admit(call.caller, exchange)
+        except QuotaExceeded as error:
+            with contextlib.suppress(NotFound, NotReady):
+                model = self._table.find(call.model_name, call.model_version)
+                model.refused(error, exchange.received)
+            raise
+
+    def _admit(self, key: bytes, exchange: Exchange) -> None:
+        """Take a token of the key's rate. Parked if the core must be asked; QuotaExceeded if it
+        has said no."""
+        if exchange in self._decided:
+            if (error := self._decided.pop(exchange)) is not None:
+                raise error
+            return
+        parked = self._parked.get(key, ())
+        if not self.leases.take(key, time.monotonic(), len(parked)):
+            self._parked.setdefault(key, deque()).append(exchange)
+            raise Parked
+
+    def leased(self, leased: frames.Leased) -> None:
+        """Go on with messages that wait for tokens of this key."""
+        parked = self._parked.pop(leased.key, deque())
+        num_served, may_wait = self.leases.granted(leased.key, leased.amount, len(parked))
+        if may_wait and num_served < len(parked):
+            self._parked[leased.key] = deque(list(parked)[num_served:])
+        for number, exchange in enumerate(parked):
+            if number >= num_served and may_wait:
+                return
+            is_served = number < num_served
+            error = None if is_served else self.leases.refusal(leased.key, leased.wait_s)
+            self._decided[exchange] = error
+            self.handle(exchange)
 
     def other(self, exchange: Exchange, match: Match) -> None:
+        if match.route.handler in DIRECT and exchange.head.method == b"POST":
+            self._admit(self._gate.caller(exchange.head.headers), exchange)
         if not self._local.handle_directly(exchange, match):
             Forwarding(self._remote, exchange).start()
 
@@ -76,6 +129,9 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
         http.forget_heads()
 
     remote.on_keys, remote.on_drain = use_keys, lifecycle.drain
+    router.handle = v2.handle
+    router.leases.replace(settings.rates)
+    remote.on_rates, remote.on_leased = router.leases.replace, router.leased
     remote.on_part, remote.on_question = shard.receive, shard.answer
     remote.count_connections = lambda: http.num_connections
     files = None if settings.tls is None else TlsFiles(settings.tls, warns=False)
@@ -87,7 +143,12 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
         await shard.published.wait()
         await http.start_on(remote.listener, tls=context)
 
-    tasks = [asyncio.create_task(accept())]
+    async def give_back() -> None:
+        while True:
+            await asyncio.sleep(IDLE_S)
+            router.leases.give_back(time.monotonic())
+
+    tasks = [asyncio.create_task(accept()), asyncio.create_task(give_back())]
     if files is not None:
         tasks.append(asyncio.create_task(watch(files, [http])))
     await remote.serve_until_stopped(settings.port)

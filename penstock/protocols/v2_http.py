@@ -26,11 +26,16 @@ from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
 
 
+class Parked(Exception):
+    """A message waits for a token of its key's rate; the router calls `V2Http.handle` again."""
+
+
 class Router(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
-        """Count an inference request before its body is read; QuotaExceeded if too many came."""
+        """Count an inference request before its body is read; QuotaExceeded if too many came, or
+        Parked."""
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
 
@@ -179,6 +184,8 @@ class V2Http:
                 assert isinstance(call, InferCall)
                 self._router.count(call, exchange)
             self._infer(call, exchange)
+        except Parked:
+            return
         except (PenstockError, WrongHead) as error:
             self._refuse(exchange, call, error)
 

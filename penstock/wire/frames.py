@@ -281,12 +281,15 @@ class OpenFront(Frame, tag="open"):
     tls: TlsConfig | None = None
     # Number of a shard; None: a front, which has no models. A third descriptor is its listener.
     shard: int | None = None
+    # For a shard: requests per second of the API keys that have a limit.
+    rates: dict[bytes, float] = {}
 
 
 class SetKeys(Frame, tag="keys"):
-    """The API keys have changed; `keys` as in OpenFront."""
+    """The API keys have changed; fields as in OpenFront."""
 
     keys: dict[bytes, tuple[str, ...]]
+    rates: dict[bytes, float] = {}
 
 
 class Listening(Frame, tag="lis"):
@@ -569,6 +572,21 @@ class ExplainModel(Frame, tag="exm"):
     model: int
 
 
+class Lease(Frame, tag="lea"):
+    """A shard wants this many tokens of a key's request rate; a negative number gives some back."""
+
+    key: bytes
+    amount: int
+
+
+class Leased(Frame, tag="lead"):
+    """Tokens for a shard, at most as many as it wanted; more are there in `wait_s`."""
+
+    key: bytes
+    amount: int
+    wait_s: float
+
+
 ShardQuestion = OpenModel | Publish | DrainModel | RetireModel | ReadModels | ExplainModel
 
 
@@ -591,8 +609,8 @@ ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | Want | Dispatch | Pass | Release
 WorkerToShard = Claim | Done | BatchFailed | Leaving
-FromShard = FromPart | ShardAnswer
-ToShard = ToPart | AskShard | Release
+FromShard = FromPart | ShardAnswer | Lease
+ToShard = ToPart | AskShard | Release | Leased
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Ask | Forward | Pong | FromShard
 ToFront = OpenFront | SetKeys | InferReply | AskReply | Forwarded | Ping | Drain | Stop | ToShard
 

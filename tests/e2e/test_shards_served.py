@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,14 +24,18 @@ POISON = 13
 PATIENT = "default_queue_policy { default_timeout_microseconds: 60000000 }"
 
 
-def infer(port: int, value: int, model: str = "m") -> tuple[int, object]:
+def infer(
+    port: int, value: int, model: str = "m", headers: dict[str, str] | None = None
+) -> tuple[int, object]:
     """One row over a connection of its own, so any shard may get it; its answer or error."""
     tensor = {"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [value]}
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
-        client.request("POST", f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}))
+        client.request(
+            "POST", f"/v2/models/{model}/infer", json.dumps({"inputs": [tensor]}), headers or {}
+        )
         answer = client.getresponse()
-        body = json.loads(answer.read())
-        found = body["outputs"][0]["data"][0] if answer.status == 200 else body["error"]
+        told = json.loads(answer.read())
+        found = told["outputs"][0]["data"][0] if answer.status == 200 else told["error"]
         return answer.status, found
 
 
@@ -182,18 +187,36 @@ def come_and_go(served: Served) -> None:
     assert served.post(change.format("m", "load"))[0] == 200
 
 
+def test_all_shards_together_keep_the_rate_of_a_key(tmp_path: Path):
+    null_model(tmp_path / "models", "m")
+    secret = "sixteen characters"
+    scopes = 'scopes = ["infer", "metrics"]\nrequests_per_s = 10\n'
+    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\nsecret = "{secret}"\n{scopes}')
+    flags = ("--shards", "3", "--api-keys", str(tmp_path / "keys.toml"))
+    with Served(tmp_path / "models", *flags) as served:
+        wait_until(lambda: len(served.http_fronts()) == 3)
+        headers = {"X-API-Key": secret}
+        began = time.monotonic()
+        statuses = [infer(served.port, n, headers=headers)[0] for n in range(60)]
+        elapsed_s = time.monotonic() - began
+        assert set(statuses) <= {200, 429}
+        # The bucket holds a second's worth, and is refilled meanwhile.
+        assert 10 <= statuses.count(200) <= 10 + 10 * elapsed_s
+        assert statuses[:10] == [200] * 10
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         ((), "does not serve gRPC yet; give --no-grpc"),
         (("--no-grpc", "--fronts", "2"), "exclude each other"),
-        (("--no-grpc", "--api-keys", "keys.toml"), "quotas of API keys do not work with --shards"),
+        (("--no-grpc", "--api-keys", "keys.toml"), "queue_share does not work with --shards 2 yet"),
     ],
     ids=["grpc", "fronts", "quotas"],
 )
 def test_what_shards_cannot_do_yet_is_refused(tmp_path: Path, flags: tuple, text: str):
     null_model(tmp_path / "models", "m")
-    secret = 'secret = "sixteen characters"\nscopes = ["infer"]\nrequests_per_s = 5\n'
+    secret = 'secret = "sixteen characters"\nscopes = ["infer"]\nqueue_share = 0.5\n'
     (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\n{secret}')
     command = [sys.executable, "-m", "penstock", "serve", "models", "--shards", "2", *flags]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

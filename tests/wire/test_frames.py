@@ -91,6 +91,7 @@ AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
 FROM_FRONT = [
     frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
     frames.FromPart(3, frames.MayTry(True)),
+    frames.Lease(b"key", -3),
     frames.ShardAnswer(9, frames.Parcel((), b"answer"), "an error"),
     frames.Listening(frames.VERSION, 8001),
     frames.StartFailed(("cannot listen",)),
@@ -109,6 +110,7 @@ TO_FRONT = [
     frames.ToPart(3, frames.SetWorker(1, 7, {1: 0.5, 8: 0.75})),
     frames.ToPart(3, frames.Verdict(7, True, False, True)),
     frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
+    frames.Leased(b"key", 3, 0.5),
     frames.AskShard(9, frames.Parcel((), b"question")),
     frames.Release((64,)),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, 64),
