@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import socket
 from functools import partial
 
@@ -33,6 +34,8 @@ log = logging.getLogger("penstock.model")
 MAX_DISPATCH_BYTES = 128 * 1024
 # Suspects wait this long for a spare worker, since they may kill theirs.
 SUSPECT_PATIENCE_S = 30.0
+# What could not be given to a claim, for lack of memory for example, is wanted again after this.
+LOOK_AGAIN_S = 0.005
 
 
 class Dispatcher:
@@ -133,8 +136,9 @@ class Dispatcher:
         has_idle = self._fill_workers(now)
         if self._wants is not None:
             has_idle = self._wants.send(self.workers, now) or has_idle
-            self._queue.batcher.publish(now)
         self._arm_timer(now, only_expiry=not has_idle)
+        if self._wants is not None:
+            self._queue.batcher.publish(now)
         if self._idle_waiters:
             self.check_idle()
 
@@ -195,12 +199,14 @@ class Dispatcher:
             self._holds_try = False
             self._core.tried()
 
-    def _arm_timer(self, now: float, only_expiry: bool) -> None:
+    def _arm_timer(self, now: float, only_expiry: bool, latest: float = math.inf) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         batcher = self._queue.batcher
         wake_at = batcher.next_expiry if only_expiry else batcher.wake_at
+        if latest < math.inf:
+            wake_at = latest if wake_at is None else min(wake_at, latest)
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
@@ -296,12 +302,15 @@ class Dispatcher:
         requests = self._wants.take(claim, worker, now)
         if requests is not None:
             self._dispatch(worker, requests, now, claim.round)
-        if len(worker.batches) == num_before:
-            self._wants.pass_on(claim, worker, now)
-        self._arm_timer(now, only_expiry=False)
+        latest = math.inf
+        if len(worker.batches) == num_before and self._wants.pass_on(claim, worker, now):
+            latest = now + LOOK_AGAIN_S
+        self._arm_timer(now, only_expiry=worker.is_leaving, latest=latest)
         self._queue.batcher.publish(now)
         # Requests that would be late were dropped instead of given.
         self._queue.expire(now)
+        if self._idle_waiters:
+            self.check_idle()
 
     def _answered(self, worker: WorkerPlace, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.backends.heads import Headed
@@ -27,7 +28,7 @@ MAX_ERROR_CHARS = 4096
 log = logging.getLogger("penstock.worker")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Part:
     """What one shard gives to a batch."""
 
@@ -47,7 +48,7 @@ class Part:
         return self.link.memory
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Begun:
     """A batch that the runner has started."""
 
@@ -59,13 +60,15 @@ class Begun:
     gathered: float
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The answers of one part are in its memory, or failed."""
+class Stored(NamedTuple):
+    """What a Done says of a part whose answers are in its shard's memory."""
 
     outputs: Spilled = ()
-    errors: Mapping[int, str] | None = None
+    errors: dict[int, str] = {}
     invalid: tuple[int, ...] = ()
+
+
+ALL_IN_ROWS = Stored()
 
 
 class BatchExecutor:
@@ -102,27 +105,17 @@ class BatchExecutor:
         input_s, infer_s = gathered - begun.began, ran - gathered
         output_s = time.perf_counter() - ran
         found: list[frames.Done | BaseException] = []
-        totals = 0, 0
+        num_rows = num_tokens = 0
         if len(parts) > 1:
-            totals = batch.num_rows, sum(part.frame.num_tokens for part in parts)
+            num_rows, num_tokens = batch.num_rows, sum(part.frame.num_tokens for part in parts)
         is_first = True
         for part, each in zip(parts, stored, strict=True):
             if isinstance(each, BaseException):
                 found.append(each)
                 continue
-            found.append(
-                frames.Done(
-                    part.frame.batch,
-                    input_s,
-                    infer_s,
-                    output_s,
-                    each.outputs,
-                    dict(each.errors or {}),
-                    each.invalid,
-                    *totals,
-                    is_first,
-                )
-            )
+            times = input_s, infer_s, output_s
+            totals = num_rows, num_tokens
+            found.append(frames.Done(part.frame.batch, *times, *each, *totals, is_first))
             # A shard that is gone counts nothing.
             is_first = is_first and part.link.is_gone
         return found
@@ -167,7 +160,7 @@ class BatchExecutor:
             num_requests = len(part.frame.requests)
             try:
                 if part.link.is_gone:
-                    found.append(Stored())
+                    found.append(ALL_IN_ROWS)
                 elif isinstance(answer, PerRequest):
                     own = answer.answers[index : index + num_requests]
                     found.append(self._store_each(part, own))
@@ -187,10 +180,12 @@ class BatchExecutor:
     def _store_rows(self, part: Part, outputs: Outputs) -> Stored:
         frame = part.frame
         left = self._store(part, frame.runs, outputs)
-        in_spill: list[Values] = []
-        if left and self._config.max_batch_size > 0:
+        if not left:
+            return ALL_IN_ROWS
+        in_spill: list[Values]
+        if self._config.max_batch_size > 0:
             in_spill = split(frame, left, self._proof.crops)
-        elif left:
+        else:
             in_spill = [left] * len(frame.requests)
         return Stored(part.memory.spill.write(in_spill) if any(in_spill) else ())
 

@@ -6,7 +6,6 @@ mapped until the shard is gone and the last batch with rows of it has ended.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,9 +90,10 @@ class ShardLink:
         """Send a frame, unless the shard is gone. OSError if it is too large."""
         if self.is_gone:
             return
-        # The end of its socket tells the worker, if it has not yet.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        try:
             self.channel.send(frames.encode(frame))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # The end of its socket tells the worker, if it has not yet.
 
     def close(self) -> None:
         self.channel.close()

@@ -65,16 +65,16 @@ class Wants:
         frame.more = self.wanted(now)
         return frame
 
-    def pass_on(self, claim: frames.Claim, worker: WorkerPlace, now: float) -> None:
-        """Answer a claim with nothing."""
-        more = self.wanted(now)
-        if more is not None and more.geometry == claim.geometry:
-            # Claimed again at once, it could not be given either, except to a larger claim.
-            more = more if more.head_rows > claim.max_rows else None
-        if not _listens(worker):
-            more = None
-        worker.is_wanting = more is not None
-        worker.send(frames.Pass(claim.round, more))
+    def pass_on(self, claim: frames.Claim, worker: WorkerPlace, now: float) -> bool:
+        """Answer a claim with nothing. Return whether to look again soon: claimed again at once,
+        what could not be given now could not be given either, except to a larger claim."""
+        more = self.wanted(now) if _listens(worker) else None
+        is_kept = more is not None and more.geometry == claim.geometry
+        if more is not None and is_kept and more.head_rows > claim.max_rows:
+            is_kept = False
+        worker.is_wanting = more is not None and not is_kept
+        worker.send(frames.Pass(claim.round, None if is_kept else more))
+        return is_kept
 
     def _share(self, claim: frames.Claim) -> BatchShare:
         geometry: Geometry | str | None = claim.geometry

@@ -39,6 +39,8 @@ VARIABLE = replace(
     inputs=(TensorSpec("x", "INT64", (-1,)),),
     outputs=(TensorSpec("y", "INT64", (-1,)),),
 )
+# The spill has room for two or three requests of a shard.
+TIGHT = replace(VARIABLE, memory=MemoryPolicy(slab_bytes=256, max_slabs=1, spill_bytes=1024))
 SLO = replace(CONFIG, batching=BatchPolicy(8, is_dynamic=True, slo_latency_s=60.0))
 DELAYED = replace(CONFIG, batching=BatchPolicy(8, is_dynamic=True, max_queue_delay_s=0.002))
 NEVER: Callable[[int], bool] = lambda index: False  # noqa: E731
@@ -160,7 +162,9 @@ def test_a_shard_that_goes_leaves_the_others_alone():
     run(CONFIG, scenario)
 
 
-@pytest.mark.parametrize("config", [CONFIG, VARIABLE, SLO], ids=["rows", "extents", "slo"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, VARIABLE, TIGHT, SLO], ids=["rows", "extents", "tight", "slo"]
+)
 @settings(deadline=None, max_examples=at_most(60))
 @given(seed=st.integers(0, 1 << 30))
 def test_each_request_is_answered_exactly_once(config, seed):
@@ -172,7 +176,7 @@ def test_each_request_is_answered_exactly_once(config, seed):
         cancelled = set()
         for number in range(30):
             num_rows = rng.randint(1, 8)
-            width = rng.choice((4, 4, 6)) if config is VARIABLE else 4
+            width = rng.choice((4, 4, 6)) if config in (VARIABLE, TIGHT) else 4
             request = ask(number, num_rows, width)
             model = rng.choice(models)
             model.submit(request)
