@@ -27,15 +27,15 @@ from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
 from penstock.processes.child import limited
 from penstock.protocols import access_log
-from penstock.protocols.fronts import CoreApi, Front, http_spec
-from penstock.protocols.gate import LOOPBACK_HOSTS, Gate
+from penstock.protocols.fronts import CoreApi, Front, http_spec, shard_spec
+from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, Keys
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.handler_tasks import MetricsHttp
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.key_file import KeyFile
 from penstock.protocols.line import cannot_listen, reserve, why_not_listen
-from penstock.protocols.listener import Listener
+from penstock.protocols.listener import BACKLOG, Listener
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.tls import H2, TlsFiles, watch
 from penstock.protocols.v2_grpc import GrpcService
@@ -49,6 +49,7 @@ from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
+from penstock.serving.shards import Shards
 from penstock.system.exit_codes import ExitCode
 
 log = logging.getLogger("penstock.server")
@@ -78,10 +79,29 @@ FRONTS_WITH_TEXT = (
 )
 
 
-def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) -> Served:
-    """Create a language model. ConfigError if there are HTTP fronts."""
-    if num_fronts:
-        raise ConfigError([FRONTS_WITH_TEXT.replace("{name}", config.name)])
+SHARDS_WITH_TEXT = (
+    "--shards does not work with language models yet; serve '{name}' from a server with --shards 1"
+)
+SHARDS_WITH_GRPC = "--shards {number} does not serve gRPC yet; give --no-grpc or --shards 1"
+SHARDS_WITH_QUOTAS = (
+    "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
+    "--shards 1"
+)
+
+
+def text_problem(options: ServeOptions) -> str:
+    """Return why language models cannot be served with these options; empty if they can."""
+    if options.fronts:
+        return FRONTS_WITH_TEXT
+    return SHARDS_WITH_TEXT if options.shards > 1 else ""
+
+
+def make_text_model(
+    config: ModelConfig, quotas: Quotas, options: ServeOptions | None = None
+) -> Served:
+    """Create a language model. ConfigError if the options do not allow it."""
+    if options is not None and (problem := text_problem(options)):
+        raise ConfigError([problem.replace("{name}", config.name)])
     return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
@@ -93,13 +113,16 @@ class Server:
         self._options = options
         self._watchdog = watchdog
         self._stop = asyncio.Event()
+        shards = self._shards = Shards() if options.shards > 1 else None
         self.catalog = Catalog(
             fleet=Fleet(options.gpu_memory_reserve),
-            makers={LLM: partial(make_text_model, num_fronts=options.fronts)},
+            makers={LLM: partial(make_text_model, options=options)},
+            shards=shards,
         )
         self._key_file = KeyFile(Path(options.api_keys)) if options.api_keys else None
         self._gate = gate = make_gate(options, self._key_file)
         if gate.keys is not None:
+            check_quotas(gate.keys, options)
             self.catalog.quotas.replace(gate.keys.quotas)
         self._tls = None if options.tls is None else TlsFiles(options.tls)
         self._context = None if self._tls is None else self._tls.load()
@@ -134,9 +157,9 @@ class Server:
         if options.open_metrics_port is not None:
             limits = replace(options.limits, max_body_bytes=METRICS_BODY_BYTES)
             self._metrics_http = HttpServer(self._metrics.handle, limits)
-        self._core = CoreApi(self.management, self.v2.handle, gate, options.log_requests)
-        # Holds the port that the HTTP fronts share.
-        self._reserved: socket.socket | None = None
+        self._core = CoreApi(self.management, self.v2.handle, gate, options.log_requests, shards)
+        # Hold the port that fronts or shards share.
+        self._reserved: list[socket.socket] = []
         self.grpc_service = GrpcService(self.management, gate, options.log_requests)
         self.grpc: GrpcServer | None = None
         self.grpc_port = options.grpc_port
@@ -150,10 +173,7 @@ class Server:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
         self.catalog.announce(found)
-        if self._options.fronts:
-            self._add_http_fronts()
-        else:
-            self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
+        await self._open_http()
         if self.grpc is not None:
             tls = None if self._grpc_tls is None else self._grpc_tls.load()
             self.grpc_port = await self._listen(self.grpc, self.grpc_port, "gRPC", tls)
@@ -164,7 +184,7 @@ class Server:
         if self._key_file is not None:
             self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
         if self._tls is not None:
-            servers: list[Listener] = [] if self._options.fronts else [self.http]
+            servers: list[Listener] = [self.http] if self._answers_http else []
             if self._metrics_http is not None:
                 servers.append(self._metrics_http)
             self._watching.append(asyncio.create_task(watch(self._tls, servers)))
@@ -190,6 +210,20 @@ class Server:
         if self._options.reload:
             reloader = Reloader(self.catalog, self.management.control)
             self._watching.append(asyncio.create_task(reloader.run()))
+
+    async def _open_http(self) -> None:
+        if self._shards is not None:
+            self._add_shards()
+            self._watching.append(asyncio.create_task(self._shards.read_often()))
+        elif self._options.fronts:
+            self._add_http_fronts()
+        else:
+            self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
+
+    @property
+    def _answers_http(self) -> bool:
+        """Whether the core itself has the HTTP port."""
+        return not self._options.fronts and self._shards is None
 
     @property
     def needs_key(self) -> bool:
@@ -233,8 +267,8 @@ class Server:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*(front.close() for front in self._fronts))
-        if self._reserved is not None:
-            self._reserved.close()
+        for sock in self._reserved:
+            sock.close()
         await self.v2.close()
         await self._close_grpc()
         await self.http.close()
@@ -263,6 +297,8 @@ class Server:
             await asyncio.sleep(WATCH_S)
             try:
                 keys = await asyncio.to_thread(key_file.read_if_changed)
+                if keys is not None:
+                    check_quotas(keys, self._options)
             except ConfigError as error:
                 log.error("the API keys stay as they are: %s", error)
                 continue
@@ -307,15 +343,35 @@ class Server:
         options = self._options
         place = (options.host, options.http_port)
         try:
-            self._reserved = reserve(*place)
+            self._reserved = [reserve(*place)]
         except OSError as error:
             raise cannot_listen(*place, "HTTP", error) from None
-        self.http_port = self._reserved.getsockname()[1]
+        self.http_port = self._reserved[0].getsockname()[1]
         settings = (options.limits, self._gate, options.log_requests, options.tls)
         self._fronts += [
             Front(self._core, http_spec(number, (options.host, self.http_port), *settings))
             for number in range(1, options.fronts + 1)
         ]
+
+    def _add_shards(self) -> None:
+        """Make a listener for each shard on the same port. They stay open here, so connections that
+        a shard had not accepted when it ended are not lost."""
+        options = self._options
+        host, port = options.host, options.http_port
+        try:
+            for _ in range(options.shards):
+                listener = reserve(host, port)
+                self._reserved.append(listener)
+                port = listener.getsockname()[1]
+                listener.listen(BACKLOG)
+                listener.setblocking(False)
+        except OSError as error:
+            raise cannot_listen(host, port, "HTTP", error) from None
+        self.http_port = port
+        settings = (options.limits, self._gate, options.log_requests, options.tls)
+        for number, listener in enumerate(self._reserved):
+            front = http_spec(number, (host, port), *settings)
+            self._fronts.append(Front(self._core, shard_spec(front, number, listener)))
 
     async def _listen(
         self, server: Listener, port: int, what: str, tls: ssl.SSLContext | None = None
@@ -331,6 +387,7 @@ def check(options: ServeOptions) -> None:
     """Check flags and ports before anything starts: CommandLineError for flags that contradict each
     other, ConfigError for ports that are taken."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
+    problems += _shard_problems(options)
     if problems:
         raise CommandLineError(problems)
     problems = _front_problems(options)
@@ -341,15 +398,36 @@ def check(options: ServeOptions) -> None:
 def check_models(found: RepositoryScan, options: ServeOptions) -> None:
     """Raise CommandLineError for flags that do not fit the models."""
     names = [each.name for each in found.configs if each.backend == LLM]
-    if names and options.fronts:
-        raise CommandLineError([FRONTS_WITH_TEXT.replace("{name}", name) for name in names])
+    if names and (problem := text_problem(options)):
+        raise CommandLineError([problem.replace("{name}", name) for name in names])
+
+
+def check_quotas(keys: Keys, options: ServeOptions) -> None:
+    """Raise ConfigError for shares of queues, which shards cannot keep yet."""
+    if options.shards > 1 and any(each.queue_share is not None for each in keys.quotas.values()):
+        text = SHARDS_WITH_QUOTAS.replace("{number}", str(options.shards))
+        raise ConfigError([text.replace("{path}", options.api_keys)])
+
+
+def _shard_problems(options: ServeOptions) -> list[str]:
+    """Refuse what shards cannot do yet."""
+    if options.shards == 1:
+        return []
+    number = str(options.shards)
+    problems: list[str] = []
+    if options.fronts:
+        problems.append(f"--fronts {options.fronts} and --shards {number} exclude each other")
+    if options.grpc:
+        problems.append(SHARDS_WITH_GRPC.replace("{number}", number))
+    return problems
 
 
 def _front_problems(options: ServeOptions) -> list[str]:
-    """Check the port of the HTTP fronts now: they would notice only while models load, and would
-    silently share their port with those of another server."""
+    """Check the port of HTTP fronts or shards now: they would notice only while models load, and
+    would silently share their port with those of another server."""
     host, port = options.host, options.http_port
-    reason = why_not_listen(host, port) if options.fronts else ""
+    is_shared = options.fronts or options.shards > 1
+    reason = why_not_listen(host, port) if is_shared else ""
     return [str(cannot_listen(host, port, "HTTP", reason))] if reason else []
 
 

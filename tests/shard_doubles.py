@@ -214,10 +214,11 @@ class LentLife:
     def _read(self) -> None:
         data, fds, _, _ = socket.recv_fds(self._theirs, frames.MAX_FRAME_BYTES, 1)
         frame = frames.decode_to_worker(data) if data else frames.Stop()
-        if isinstance(frame, frames.Attach):
+        if isinstance(frame, frames.LoadModel):
+            self._theirs.send(frames.encode(self._ready))
+        elif isinstance(frame, frames.Attach):
             socket.send_fds(self._lender.sock, [data], fds)
             os.close(fds[0])
-            self._theirs.send(frames.encode(self._ready))
         elif isinstance(frame, frames.Stop):
             self.kill("exited with status 0")
 

@@ -19,6 +19,7 @@ class ServeKeywords(TypedDict, total=False):
     metrics_port: int
     metrics: bool
     fronts: int
+    shards: int
     id: str
     model_control_mode: str
     load_model: Sequence[str]

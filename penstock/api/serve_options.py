@@ -45,6 +45,13 @@ class ServeOptions:
         "not work with language models.",
         **number(0, "N", 0, 64),
     )
+    shards: int = listen_flag(
+        "Processes that take requests on the same port",
+        "With 1, the core process takes them. Raise it when penstock explain says that the core's "
+        "event loop is the bottleneck and CPU cores are idle. Works neither with gRPC (needs "
+        "--no-grpc) nor with language models or the quota queue_share yet.",
+        **number(1, "N", 1, 64),
+    )
     id: str = listen_flag(
         "Name of this server in its metadata",
         "Change it when clients tell several servers apart by name.",

@@ -87,6 +87,9 @@ class LanguageModel:
         self.metrics.load_s = time.monotonic() - began
         self.loaded_at = int(time.time())
 
+    async def refresh(self) -> None:
+        """Do nothing: all figures are here."""
+
     async def drain(self) -> None:
         await self._renderer.drain()
         await self._open.drain()

@@ -32,6 +32,11 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+def make_buffer() -> memoryview:
+    """Return room for one datagram. Mapped, not allocated: only touched pages cost memory."""
+    return memoryview(mmap.mmap(-1, MAX_FRAME_BYTES))
+
+
 class Datagrams:
     """One end of a socket pair on an event loop. `received` gets every datagram and returns whether
     the next one may wait for the next turn of the loop; `lost` is called when the other end has
@@ -43,14 +48,19 @@ class Datagrams:
         sock: socket.socket,
         received: Callable[[memoryview], object],
         lost: Callable[[], None],
+        takes_fds: bool = False,
+        buffer: memoryview | None = None,
     ) -> None:
+        """With `takes_fds`, `received` finds the descriptors of its datagram in `fds`, and closes
+        them. `buffer` was made by `make_buffer` before."""
         self._loop = loop
         self._sock = sock
         self._received = received
         self._lost = lost
+        self._takes_fds = takes_fds
+        self.fds: list[int] = []
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
-        # Mapped, not allocated: only touched pages cost memory.
-        self._view = memoryview(mmap.mmap(-1, MAX_FRAME_BYTES))
+        self._view = make_buffer() if buffer is None else buffer
         loop.add_reader(sock.fileno(), self.read)
 
     @property
@@ -63,7 +73,7 @@ class Datagrams:
         num_read = 0
         while True:
             try:
-                size = self._sock.recv_into(self._view)
+                size = self._receive()
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -77,6 +87,19 @@ class Datagrams:
             may_wait = self._received(self._view[:size]) or num_read >= MAX_TURN_DATAGRAMS
             if may_wait and not reads_all:
                 return
+
+    def _receive(self) -> int:
+        if not self._takes_fds:
+            return self._sock.recv_into(self._view)
+        space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+        size, ancillary, _, _ = self._sock.recvmsg_into([self._view], space)
+        self.fds = []
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                self.fds.extend(received)
+        return size
 
     def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send now, or when the socket has room. The caller may close `fds` afterwards."""
@@ -119,8 +142,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        # Mapped, not allocated: only touched pages cost memory.
-        self._view = memoryview(mmap.mmap(-1, MAX_FRAME_BYTES))
+        self._view = make_buffer()
         self._fd_space = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
     def fileno(self) -> int:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.processes.channel import Datagrams
+from penstock.processes.channel import Datagrams, make_buffer
 
 log = logging.getLogger("penstock.processes")
 
@@ -48,8 +48,10 @@ class ChildProcess(Datagrams):
     ) -> None:
         self._on_death = died
         self._is_dead = asyncio.Event()
+        buffer = make_buffer()  # Before there is a process that would have to be ended.
         self.life = start_life(loop, self._died)
-        super().__init__(loop, self.life.sock, received, self.life.socket_closed)
+        lost = self.life.socket_closed
+        super().__init__(loop, self.life.sock, received, lost, buffer=buffer)
 
     async def wait(self, seconds: float) -> None:
         """Wait for a child that was asked to stop; kill it after this time."""

@@ -24,7 +24,7 @@ from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error
 from penstock.protocols.text_answers import counted
-from penstock.serving.catalog import Catalog
+from penstock.serving.model_table import ModelTable
 from penstock.serving.padding import bf16_floats
 from penstock.serving.served import Served
 from penstock.types import (
@@ -54,7 +54,7 @@ log = logging.getLogger("penstock.http")
 class EmbeddingsHttp:
     """Handler of the embeddings route, behind the gate. The caller turns errors into responses."""
 
-    _catalog: Catalog
+    _catalog: ModelTable
     _is_logged: bool = False
 
     def ready_models(self) -> list[OpenAiModel]:

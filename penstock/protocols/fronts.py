@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
+import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +34,7 @@ from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, 
 from penstock.serving.management import ManagementApi
 from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
+from penstock.serving.shards import ShardGone, Shards
 from penstock.serving.slab import Segment
 from penstock.types import Buffer, Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
@@ -39,6 +43,7 @@ from penstock.wire.v2 import classified
 
 log = logging.getLogger("penstock.fronts")
 
+SHARD = functools.partial(ProcessLife, module="penstock.protocols.shard_main")
 HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
 # Shared memory of an HTTP front for tensors to the core, and as much again for answers; at least
 # twice the largest request. Untouched pages cost nothing.
@@ -67,10 +72,17 @@ class FrontSpec:
     start_life: StartLife
     # From 1 if there are several fronts of this kind; otherwise 0.
     number: int = 0
+    # That of a shard, which the core keeps open when the shard has ended.
+    listener: socket.socket | None = None
+
+    @property
+    def shard(self) -> int | None:
+        return self.opening.shard
 
     @property
     def name(self) -> str:
-        return f"HTTP front {self.number}"
+        kind = "HTTP front" if self.shard is None else "shard"
+        return f"{kind} {self.number}"
 
 
 def http_spec(
@@ -97,6 +109,13 @@ def http_spec(
     return FrontSpec("http", opening, hang_s, HTTP_FRONT, number)
 
 
+def shard_spec(front: FrontSpec, shard: int, listener: socket.socket) -> FrontSpec:
+    """Describe a shard: like an HTTP front, with models and the listener that the core has made."""
+    opening = msgspec.structs.replace(front.opening, shard=shard)
+    number = shard + 1
+    return replace(front, opening=opening, start_life=SHARD, number=number, listener=listener)
+
+
 @dataclass(frozen=True, slots=True)
 class CoreApi:
     """The core, as fronts call it. `http` answers messages of HTTP fronts; `gate` names callers."""
@@ -105,6 +124,7 @@ class CoreApi:
     http: Handler | None = None
     gate: Gate = field(default_factory=Gate)
     logs_requests: bool = False
+    shards: Shards | None = None
 
 
 class FrontCall:
@@ -231,6 +251,9 @@ class Session:
         self._outbox = Outbox(self._answers)
         self._calls: dict[int, FrontCall] = {}
         self.relays: dict[int, Relay] = {}
+        # Questions to a shard.
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._numbers = itertools.count(1)
         loop = asyncio.get_running_loop()
         self.child = ChildProcess(loop, spec.start_life, self._hear, died)
         self.line = Line(self.child.send)
@@ -242,7 +265,9 @@ class Session:
 
     def open(self, frame: frames.OpenFront) -> None:
         try:
-            self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd))
+            listener = self.spec.listener
+            more = () if listener is None else (listener.fileno(),)
+            self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd, *more))
         except OSError as error:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)
             self.child.life.kill()
@@ -257,8 +282,38 @@ class Session:
         self.relays.clear()
         for relay in relays:
             relay.exchange.leave()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(ShardGone("the shard has ended"))
         self._requests.close()
         self._answers.close()
+
+    def send(self, frame: Frame, fds: tuple[int, ...] = ()) -> None:
+        """Send a frame to a shard, after those before it."""
+        if not fds:
+            self.line.send(frame)
+            return
+        self.line.flush()
+        if self.line.is_open:
+            self.child.send(frames.join([frames.encode(frame)]), fds)
+
+    async def ask(self, question: frames.ShardQuestion) -> bytes:
+        """Return a shard's answer; raise ShardGone when it has ended."""
+        if not self.line.is_open:
+            raise ShardGone("the shard has ended")
+        call = next(self._numbers)
+        asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[call] = asked
+        try:
+            body = frames.encode(question)
+            self.post(-call, body, lambda parcel: frames.AskShard(call, parcel))
+            return await asked
+        finally:
+            del self._asked[call]
+
+    def kill(self) -> None:
+        if self.line.is_open:
+            self.child.life.kill()
 
     def unpack(self, parcel: frames.Parcel) -> list[Tensor]:
         return unpack(parcel, self._requests)
@@ -313,8 +368,35 @@ class Session:
                 self._cancel(frame.call)
             case frames.Forward():
                 self._forward(frame)
+            case frames.FromPart():
+                assert self._core.shards is not None and self.spec.shard is not None
+                self._core.shards.receive(self.spec.shard, frame)
+            case _:
+                self._receive_from_shard(frame)
+
+    def _receive_from_shard(self, frame: frames.FromFront) -> None:
+        match frame:
+            case frames.ShardAnswer():
+                self._hear_answer(frame)
+            case frames.Lease():
+                now, quotas = time.monotonic(), self._catalog.quotas
+                leased, wait_s = quotas.lease(frame.key, frame.amount, now)
+                if frame.amount > 0:
+                    self.line.send(frames.Leased(frame.key, leased, wait_s))
             case _:
                 self._notify(frame)
+
+    def _hear_answer(self, frame: frames.ShardAnswer) -> None:
+        asked = self._asked.get(frame.call)
+        data = b"".join([piece.data for piece in self.unpack(frame.parcel)])
+        if frame.parcel.offset is not None:
+            self.line.send(frames.Release((frame.parcel.offset,)))
+        if asked is None or asked.done():
+            return
+        if frame.error:
+            asked.set_exception(BackendFailed(f"the {self.spec.name}: {frame.error}"))
+        else:
+            asked.set_result(data)
 
     def _infer(self, frame: frames.Infer) -> None:
         name, version = frame.model_name, frame.model_version
@@ -395,6 +477,7 @@ class Front:
         self._listening_at: float | None = None
         self._problems: tuple[str, ...] = ()
         self._crashes = CrashLoop()
+        self._opening: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
         # As of the front's last Pong.
         self.num_connections = 0
@@ -406,8 +489,9 @@ class Front:
 
     def use(self) -> FrontUse:
         spec, number = self._spec, str(self._spec.number or "")
-        connections = self.num_connections
-        return FrontUse(spec.protocol, self.num_restarts, number, connections, spec.name, self.pid)
+        kind = f"{spec.protocol}_front" if spec.shard is None else "shard"
+        told = (self.num_restarts, number, self.num_connections, spec.name, self.pid)
+        return FrontUse(spec.protocol, *told, kind)
 
     @property
     def num_running(self) -> int:
@@ -425,7 +509,10 @@ class Front:
         except OSError as error:
             self._restart(f"could not be started ({error})")
             return
-        self._session.open(msgspec.structs.replace(self._spec.opening, port=self.port))
+        opening = msgspec.structs.replace(self._spec.opening, port=self.port)
+        if self._spec.shard is not None:
+            opening.rates = self._core.management.catalog.quotas.rates
+        self._session.open(opening)
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
 
@@ -447,10 +534,11 @@ class Front:
         """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        opening = msgspec.structs.replace(self._spec.opening, keys=keys)
+        rates = self._core.management.catalog.quotas.rates
+        opening = msgspec.structs.replace(self._spec.opening, keys=keys, rates=rates)
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
-            self._session.line.send(frames.SetKeys(keys))
+            self._session.line.send(frames.SetKeys(keys, rates))
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:
@@ -478,12 +566,21 @@ class Front:
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
+                self._open_shard()
                 if self._core.management.lifecycle.is_draining and self._session is not None:
                     self._session.line.send(frames.Drain())
                 text, extra = "%s listens on port %d (pid %d)", {"front_pid": self.pid}
                 log.info(text, self._spec.name, frame.port, self.pid, extra=extra)
             case frames.StartFailed():
                 self._problems = frame.problems
+
+    def _open_shard(self) -> None:
+        """Tell a shard which models it has."""
+        shards, session, shard = self._core.shards, self._session, self._spec.shard
+        if shards is not None and session is not None and shard is not None:
+            task = self._loop.create_task(shards.open(shard, session))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
     def _tick(self) -> None:
         """Ping the front; kill it if it hangs, so that it is restarted."""
@@ -502,6 +599,8 @@ class Front:
         assert self._session is not None
         self._session.close()
         self._session = None
+        if self._core.shards is not None and self._spec.shard is not None:
+            self._core.shards.lose(self._spec.shard)
         if not self._is_stopping:
             self._restart(reason)
 

@@ -15,7 +15,7 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.route_table import find
 from penstock.protocols.text_answers import Answer, GenerateCall, StreamedAnswer, counted, guarded
 from penstock.protocols.whole_answers import OneEventAnswer, WholeAnswer
-from penstock.serving.catalog import Catalog
+from penstock.serving.model_table import ModelTable
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import GenerateForm
 
@@ -24,7 +24,7 @@ from penstock.wire.generate_v2 import GenerateForm
 class GenerateHttp:
     """Handles requests that have passed the gate."""
 
-    _catalog: Catalog
+    _catalog: ModelTable
     _is_draining: Callable[[], bool] = lambda: False
     _is_logged: bool = False
 

@@ -179,12 +179,12 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     await remote.serve_until_stopped(port)
     if watching is not None:
         watching.cancel()
-    await _finish(http)
+    await finish(http)
     await v2.close()
     await http.close()
 
 
-async def _finish(http: HttpServer) -> None:
+async def finish(http: HttpServer) -> None:
     """Wait for answers that the core has sent but that are not written yet."""
     http.lifecycle.drain()
     try:

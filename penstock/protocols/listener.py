@@ -67,6 +67,12 @@ class Listener:
         bound: int = listener.sockets[0].getsockname()[1]
         return bound
 
+    async def start_on(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Accept connections from a socket that is bound and listens already."""
+        self.tls = tls
+        self._listeners = [await self._listen(sock=sock)]
+        self._sweeper = self._loop.create_task(self._sweep())
+
     async def replace_tls(self, tls: ssl.SSLContext) -> None:
         """Use this context for new connections. Connections waiting to be accepted stay in the
         kernel's queue, which belongs to the sockets, not to the listeners. Needs uvloop: asyncio's

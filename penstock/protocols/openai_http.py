@@ -20,7 +20,7 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.text_answers import GenerateCall, StreamedAnswer, guarded
 from penstock.protocols.tokenize_http import TokenizeHttp
 from penstock.protocols.whole_answers import WholeAnswer
-from penstock.serving.catalog import Catalog
+from penstock.serving.model_table import ModelTable
 from penstock.wire import documented as doc
 from penstock.wire.documented import OpenAiModel, describe_model
 from penstock.wire.openai_forms import ChatForm, CompletionForm
@@ -37,7 +37,7 @@ class OpenAiHttp:
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: ModelTable,
         is_draining: Callable[[], bool] = lambda: False,
         logs_requests: bool = False,
     ) -> None:

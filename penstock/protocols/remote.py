@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +28,9 @@ from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
 
+log = logging.getLogger("penstock.remote")
+# Characters of an error about a question of the core.
+MAX_ERROR = 1000
 # Requests that may wait for memory while the segment is full.
 MAX_WAITING = 1024
 # Limit on a message without its body; with an inline body it still fits a frame.
@@ -62,7 +66,9 @@ class Remote:
     """Invariant: a request is in `_calls` from `submit` to its final answer, cancelled or not,
     because the core may read its tensors until then; likewise a message in `_forwards`. `stopped`
     is set when the core says so or has exited; `on_drain` is called when it is about to stop;
-    `count_connections` provides the number for a Pong; `on_keys` receives changed API keys."""
+    `count_connections` provides the number for a Pong; `on_keys` receives changed API keys. In a
+    shard, `on_part` receives what the core says about models, with a socket if one came along, and
+    `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -72,10 +78,17 @@ class Remote:
         self._calls: dict[int, tuple[Request, int | None]] = {}
         self._forwards: dict[int, tuple[Deliver, int | None]] = {}
         self.stopped = asyncio.Event()
+        # That of a shard, which the core has opened.
+        self.listener: socket.socket | None = None
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
         self.on_keys: Callable[[Keys], None] = lambda keys: None
-        self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set)
+        self.on_part: Callable[[frames.ToPart, socket.socket | None], None] | None = None
+        self.on_question: Callable[[frames.ShardQuestion], Awaitable[bytes]] | None = None
+        self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
+        self.on_leased: Callable[[frames.Leased], None] = lambda leased: None
+        self._answering: set[asyncio.Task[None]] = set()
+        self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
 
     @property
@@ -90,7 +103,7 @@ class Remote:
         """Return a model; `wants_timings`: answers include the core's timings."""
         return RemoteModel(self, name, version, wants_timings)
 
-    def send(self, frame: frames.Listening | frames.StartFailed) -> None:
+    def send(self, frame: frames.Frame) -> None:
         self._line.send(frame)
 
     async def serve_until_stopped(self, port: int) -> None:
@@ -195,10 +208,48 @@ class Remote:
                 self.on_drain()
             case frames.SetKeys():
                 self.on_keys(_keys(frame.keys))
+                self.on_rates(frame.rates)
             case frames.Stop():
                 self.stopped.set()
             case frames.OpenFront():
                 pass  # Only the first frame, which is read before there is a loop.
+            case _:
+                self._receive_as_shard(frame)
+
+    def _receive_as_shard(self, frame: frames.ToShard) -> None:
+        match frame:
+            case frames.ToPart():
+                assert self.on_part is not None
+                fds = self._socket.fds
+                self.on_part(frame, socket.socket(fileno=fds.pop(0)) if fds else None)
+            case frames.AskShard():
+                (piece,) = unpack(frame.parcel, self._answers)
+                question = frames.decode_shard_question(bytes(piece.data))
+                self._release(frame.parcel)
+                task = self._loop.create_task(self._answer_core(frame.call, question))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case frames.Leased():
+                self.on_leased(frame)
+            case frames.Release():
+                for offset in frame.offsets:
+                    self._outbox.release(offset)
+
+    async def _answer_core(self, call: int, question: frames.ShardQuestion) -> None:
+        """Answer a question of the core."""
+        assert self.on_question is not None
+
+        def send(parcel: frames.Parcel) -> None:
+            self._line.send(frames.ShardAnswer(call, parcel))
+
+        try:
+            body = await self.on_question(question)
+            number = next(self._numbers)
+            self._outbox.post(number, [Tensor("body", "UINT8", (len(body),), body)], send)
+        except Exception as error:  # The core must not wait for ever.
+            log.exception("a question of the core could not be answered")
+            text = f"{type(error).__name__}: {error}"[:MAX_ERROR]
+            self._line.send(frames.ShardAnswer(call, frames.Parcel(), text))
 
     def _reply(self, frame: frames.InferReply) -> None:
         known = self._calls.get(frame.call)
@@ -264,8 +315,9 @@ async def run(
     serve: Serve, sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]
 ) -> None:
     """Serve until the core says Stop. The core hears of a ConfigError."""
-    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
+    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds[:2])
     remote = Remote(sock, requests, answers)
+    remote.listener = socket.socket(fileno=fds[2]) if len(fds) > 2 else None
     try:
         await serve(remote, settings)
     except ConfigError as error:
@@ -279,7 +331,7 @@ def begin(serve: Serve, run_loop: Callable[[Coroutine[object, object, None]], No
     sock = begin_life()
     if sock is None:
         return
-    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 2)
+    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 3)
     if not data:
         return
     sock.setblocking(False)

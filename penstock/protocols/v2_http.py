@@ -22,17 +22,24 @@ from penstock.protocols.infer_http import InferCall, InferSink, LoggedSink
 from penstock.protocols.route import Match
 from penstock.protocols.route_table import find
 from penstock.protocols.tensor_bodies import TensorBody, make_body
+from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.model import Model
+from penstock.serving.model_table import ModelTable
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
+
+
+class Parked(Exception):
+    """A message waits for a token of its key's rate; the router calls `V2Http.handle` again."""
 
 
 class Router(Protocol):
     """Receives messages whose head has been parsed and admitted."""
 
     def count(self, call: InferCall, exchange: Exchange) -> None:
-        """Count an inference request before its body is read; QuotaExceeded if too many came."""
+        """Count an inference request before its body is read; QuotaExceeded if too many came, or
+        Parked."""
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
 
@@ -49,42 +56,37 @@ class Router(Protocol):
     async def close(self) -> None: ...
 
 
-class Models:
-    """The `Router` of the core: to its own models and routes. Refuses inference while draining."""
+class LocalInference:
+    """The models of this process, for a `Router`: inference, and what else uses them directly.
+    Refuses inference while draining."""
 
     def __init__(
         self,
-        management: ManagementApi,
+        table: ModelTable,
+        lifecycle: Lifecycle,
         logs_requests: bool = False,
         handle_openai: Handler | None = None,
         handle_generate: Handler | None = None,
         gate: Gate | None = None,
-        pages: Mapping[str, RouteHandler] | None = None,
     ) -> None:
-        """`gate` resolves the names of callers; `pages` are the handlers of the server's pages."""
+        """`gate` resolves the names of callers."""
         self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
-        self._catalog = management.catalog
-        self._lifecycle = management.lifecycle
+        self._catalog = table
+        self._lifecycle = lifecycle
         self._codec = Codec()
-        self._tasks = HandlerTasks()
-        self._handlers = {**make_handlers(management), **(pages or {})}
         generate = dict.fromkeys(("generate", "generate_stream"), handle_generate)
         self._direct = {"openai": handle_openai, **generate}
-        self.close = self._tasks.close
 
-    def other(self, exchange: Exchange, match: Match) -> None:
-        name = match.route.handler
-        if (handler := self._handlers.get(name)) is not None:
-            if match.route.scope == "admin":
-                handler = with_audit(handler, self._gate.caller_name(exchange.head.headers))
-            self._tasks.start(exchange, handler, match)
-        elif (direct := self._direct.get(name)) is not None:
-            exchange.caller = self._gate.caller(exchange.head.headers)
-            self._check_rate(exchange)
-            direct(exchange)
-        else:
-            raise no_route(exchange.head)
+    def handle_directly(self, exchange: Exchange, match: Match) -> bool:
+        """Handle text and embeddings; False if the route is another."""
+        direct = self._direct.get(match.route.handler)
+        if direct is None:
+            return False
+        exchange.caller = self._gate.caller(exchange.head.headers)
+        self._check_rate(exchange)
+        direct(exchange)
+        return True
 
     def _check_rate(self, exchange: Exchange) -> None:
         """Apply the rate quota to text and embeddings requests; `count` does so for inference."""
@@ -137,6 +139,44 @@ class Models:
             model.submit(request, long.reservation)
 
 
+class Models:
+    """The `Router` of a process with models and all routes."""
+
+    def __init__(
+        self,
+        management: ManagementApi,
+        logs_requests: bool = False,
+        handle_openai: Handler | None = None,
+        handle_generate: Handler | None = None,
+        gate: Gate | None = None,
+        pages: Mapping[str, RouteHandler] | None = None,
+    ) -> None:
+        """`pages` are the handlers of the server's pages."""
+        self._gate = gate or Gate()
+        self._local = local = LocalInference(
+            management.catalog,
+            management.lifecycle,
+            logs_requests,
+            handle_openai,
+            handle_generate,
+            gate,
+        )
+        self.count, self.refuse = local.count, local.refuse
+        self.infer, self.prepare = local.infer, local.prepare
+        self._tasks = HandlerTasks()
+        self._handlers = {**make_handlers(management), **(pages or {})}
+        self.close = self._tasks.close
+
+    def other(self, exchange: Exchange, match: Match) -> None:
+        name = match.route.handler
+        if (handler := self._handlers.get(name)) is not None:
+            if match.route.scope == "admin":
+                handler = with_audit(handler, self._gate.caller_name(exchange.head.headers))
+            self._tasks.start(exchange, handler, match)
+        elif not self._local.handle_directly(exchange, match):
+            raise no_route(exchange.head)
+
+
 class V2Http:
     """The handler of the HTTP server: reads heads, checks the gate, and inflates bodies."""
 
@@ -169,6 +209,8 @@ class V2Http:
                 assert isinstance(call, InferCall)
                 self._router.count(call, exchange)
             self._infer(call, exchange)
+        except Parked:
+            return
         except (PenstockError, WrongHead) as error:
             self._refuse(exchange, call, error)
 

@@ -67,7 +67,7 @@ class Admission:
         self._memory = memory
         self._queue = queue
         self._guard = guard
-        self._quarantine = guard.quarantine
+        self._quarantine = guard.table
         self._sequencer = replies.sequencer
         self._quotas = context.quotas
         self._shares = context.shares

@@ -24,7 +24,9 @@ from penstock.serving.placement import Share
 from penstock.serving.quotas import Quotas
 from penstock.serving.scrape import Pending
 from penstock.serving.served import ModelProcess, Served
+from penstock.serving.shards import ShardedModel, Shards
 from penstock.serving.supervisor import load_timeout_text
+from penstock.wire import frames
 from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.catalog")
@@ -44,8 +46,13 @@ class Catalog(ModelTable):
         start_life: StartLife = ProcessLife,
         fleet: Fleet | None = None,
         makers: Mapping[str, Make] | None = None,
+        shards: Shards | None = None,
     ) -> None:
+        """`shards` take the requests, if they have processes of their own."""
         super().__init__()
+        self._shards = shards
+        if shards is not None:
+            shards.table = self._published
         self._start_life = start_life
         self._makers = makers or {}
         self._reservations = GpuReservations(fleet or Fleet())
@@ -58,6 +65,7 @@ class Catalog(ModelTable):
     def announce(self, found: RepositoryScan) -> None:
         """Say that these models will be loaded: until then they are not ready, not unknown."""
         self._awaited.update(config.name for config in found.configs)
+        self._publish_soon()
 
     async def load(self, found: RepositoryScan) -> None:
         """Load or replace all models found; a failure of one does not affect the others."""
@@ -68,6 +76,7 @@ class Catalog(ModelTable):
             await self._load(found)
         finally:
             self._awaited.difference_update(config.name for config in found.configs)
+            await self._publish()
 
     async def _load(self, found: RepositoryScan) -> None:
         arranged = await self._reservations.arrange(found.configs)
@@ -90,7 +99,9 @@ class Catalog(ModelTable):
             self._awaited.discard(name)
             self._latest.pop(name, None)
             self.load_began_ns.pop(name, None)
-            for model in self._models.pop(name, {}).values():
+            models = self._models.pop(name, {})
+            await self._publish()
+            for model in models.values():
                 self._retire(model)
 
     def index(self, names: Sequence[str]) -> list[IndexRow]:
@@ -115,8 +126,19 @@ class Catalog(ModelTable):
         found: list[Pending] = []
         for model in self:
             found.append(_pending(model, model.processes))
-            found += map(_pending, model.models if isinstance(model, StagePipeline) else ())
+            if isinstance(model, StagePipeline):
+                found += map(_pending, model.models)
+            elif isinstance(model, ShardedModel):
+                figures = zip(model.stages, model.stage_figures, strict=False)
+                for stage, (metrics, num_waiting) in figures:
+                    num_ready = sum(each.is_ready for each in stage.host.processes)
+                    found.append(Pending(metrics, num_waiting, num_ready))
         return found
+
+    async def refresh(self) -> None:
+        """Bring the figures of all models up to date, if shards count for them."""
+        if self._shards is not None:
+            await self._shards.read()
 
     async def drain(self) -> None:
         """Wait until every admitted request has its answer."""
@@ -154,11 +176,13 @@ class Catalog(ModelTable):
             old = self._models.get(name, {})
             self._models[name] = {model.config.version: model for model in started}
             self._latest[name] = max(started, key=lambda model: int(model.config.version))
+            await self._publish()
             for model in old.values():
                 self._retire(model)
 
     def _fail(self, name: str, problems: tuple[str, ...]) -> None:
         self._failures[name] = LoadFailure(name, problems)
+        self._publish_soon()
         what = "; ".join(problems)
         log.error("%s cannot be loaded: %s", name, what, extra={"model": name, "reason": what})
 
@@ -193,10 +217,29 @@ class Catalog(ModelTable):
     def _create(self, config: ModelConfig) -> Served:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config, self.quotas)
+        if self._shards is not None:
+            return ShardedModel(config, self._shards, self._start_life)
         try:
             return make_model(config, self._start_life, self.quotas)
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
+
+    async def _publish(self) -> None:
+        """Return when all shards have the models as they are now."""
+        if self._shards is not None:
+            await self._shards.publish()
+
+    def _publish_soon(self) -> None:
+        if self._shards is not None:
+            self._shards.publish_soon()
+
+    def _published(self) -> frames.Publish:
+        models = {
+            name: tuple(each.number for each in versions.values() if isinstance(each, ShardedModel))
+            for name, versions in self._models.items()
+        }
+        failures = {name: failure.problems for name, failure in self._failures.items()}
+        return frames.Publish(0, models, failures, tuple(self._awaited))
 
     def _retire(self, model: Served) -> None:
         """Drain a version in the background, then close it."""

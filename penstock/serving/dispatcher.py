@@ -1,8 +1,8 @@
-"""Batches of one model on their way: from the queue to an instance, and back as answers.
+"""Batches of one model on their way: from the queue to a worker, and back as answers.
 
-Sends batches to idle instances, hands answers to the replies, and runs requests again whose batch
-failed or whose worker died. Runs on the core's event loop without locks; the supervisor owns the
-processes.
+Sends batches to idle workers, hands answers to the replies, and runs requests again whose batch
+failed or whose worker died. Runs on an event loop without locks. Knows no process: workers are
+links that the core opens, and the core says who is to blame for a death.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from functools import partial
 from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.batches import HangLimits, RunningBatch
 from penstock.serving.context import ModelContext
-from penstock.serving.instance import Instance
+from penstock.serving.core_link import CoreLink
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
-from penstock.serving.supervisor import Supervisor
 from penstock.serving.wants import Wants
 from penstock.serving.worker_link import WorkerLink
+from penstock.serving.worker_place import WorkerPlace
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -39,20 +39,28 @@ LOOK_AGAIN_S = 0.005
 
 
 class Dispatcher:
-    """Invariant: an admitted request is in the queue, in exactly one RunningBatch, or done."""
+    """Invariant: an admitted request is in the queue, in exactly one RunningBatch, or done.
+    `workers` are the places for them; `_lost` are the batches of dead workers, by life,
+    until the core has judged the death."""
 
     def __init__(
         self,
         context: ModelContext,
-        supervisor: Supervisor,
+        core: CoreLink,
         queue: RequestQueue,
         memory: RequestMemory,
         replies: Replies,
         guard: PoisonGuard,
     ) -> None:
         self._name = context.config.name
-        self._supervisor = supervisor
-        self._instances = supervisor.instances
+        self._core = core
+        places = enumerate(context.config.workers)
+        self.workers = [WorkerPlace(index, num_slots) for index, (_, num_slots) in places]
+        self._lost: dict[int, tuple[frames.Died, list[RunningBatch]]] = {}
+        # Whether the core waits for an answer after a death.
+        self._reports_answer = False
+        # Whether the core lets this model, of those in all shards, run suspects.
+        self._holds_try = False
         self._queue = queue
         self._memory = memory
         self._replies = replies
@@ -64,7 +72,7 @@ class Dispatcher:
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
         self.hang_limits = HangLimits(context.config.hang_s)
-        self._most_slots = max(each.num_slots for each in self._instances)
+        self._most_slots = max(each.num_slots for each in self.workers)
         self._batch_ids = itertools.count(1)
         self._num_slabs = 0
         self._is_pump_due = False
@@ -75,11 +83,13 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return sum(len(batch.requests) for each in self._instances for batch in each.batches)
+        running = [batch for each in self.workers for batch in each.batches]
+        lost = [batch for _, batches in self._lost.values() for batch in batches]
+        return sum(len(batch.requests) for batch in (*running, *lost))
 
     def tick(self) -> None:
         """Do periodic work."""
-        self._guard.quarantine.expire(self._clock())
+        self._guard.table.expire(self._clock())
         # Queued requests may have expired although no instance became free.
         self.pump_if_waiting()
         self._replies.log_overload_end()
@@ -121,9 +131,11 @@ class Dispatcher:
         self._queue.expire(now)
         if self._queue.suspects:
             self._try_suspects(now)
-        has_idle = self._fill_instances(now)
+        elif self._holds_try:
+            self._end_try()
+        has_idle = self._fill_workers(now)
         if self._wants is not None:
-            has_idle = self._wants.send(self._instances, now) or has_idle
+            has_idle = self._wants.send(self.workers, now) or has_idle
         self._arm_timer(now, only_expiry=not has_idle)
         if self._wants is not None:
             self._queue.batcher.publish(now)
@@ -134,27 +146,27 @@ class Dispatcher:
         if self._queue.num_waiting:
             self.pump()
 
-    def _fill_instances(self, now: float) -> bool:
-        """Send batches until no instance takes another, or until the queue has none that may run
+    def _fill_workers(self, now: float) -> bool:
+        """Send batches until no worker takes another, or until the queue has none that may run
         now. Return whether it was the queue."""
         for num_others in range(self._most_slots):
-            # Instances with no batch come first, then those with one, and so on.
-            for instance in self._instances:
-                while len(instance.batches) <= num_others and self._takes_batch(instance):
+            # Workers with no batch come first, then those with one, and so on.
+            for worker in self.workers:
+                while len(worker.batches) <= num_others and self._takes_batch(worker):
                     requests = self._queue.next(now)
                     if requests is None:
                         return True
-                    if not self._dispatch(instance, requests, now):
+                    if not self._dispatch(worker, requests, now):
                         break
         return False
 
-    def _takes_batch(self, instance: Instance) -> bool:
-        """Whether the instance may take another batch. A rerun is alone, to attribute a crash."""
-        if not instance.is_idle:
+    def _takes_batch(self, worker: WorkerPlace) -> bool:
+        """Whether the worker may take another batch. A rerun is alone, to attribute a crash."""
+        if not worker.is_idle:
             return False
-        if self._wants is not None and not self._wants.may_offer(instance):
+        if self._wants is not None and not self._wants.may_offer(worker):
             return False
-        others = instance.batches
+        others = worker.batches
         if not others:
             return True
         if self._queue.batcher.num_reruns or others[0].closed_by == "rerun":
@@ -162,20 +174,30 @@ class Dispatcher:
         return not (self._queue.suspects and self._may_try_suspect())
 
     def _try_suspects(self, now: float) -> None:
-        """Run suspects on instances without batches."""
+        """Run suspects on workers without batches."""
         while self._queue.suspects and self._may_try_suspect():
-            idle = [each for each in self._instances if each.is_idle and not each.batches]
+            idle = [each for each in self.workers if each.is_idle and not each.batches]
             request = self._queue.next_suspect(now) if idle else None
             if request is None or not self._dispatch(idle[0], [request], now):
                 return
 
     def _may_try_suspect(self) -> bool:
         """Whether a suspect may run now: one at a time, and only while a worker can be spared."""
-        for each in self._instances:
-            if each.is_ready and any(batch.closed_by == "rerun" for batch in each.batches):
-                return False
+        if self._runs_alone():
+            return False
         waited_s = self._clock() - self._queue.tried_suspect_at
-        return self._supervisor.spares.can_replace_worker(waited_s < SUSPECT_PATIENCE_S)
+        self._holds_try = self._core.may_try(waited_s < SUSPECT_PATIENCE_S)
+        return self._holds_try
+
+    def _runs_alone(self) -> bool:
+        """Whether a rerun or a suspect is with a worker."""
+        return any(batch.closed_by == "rerun" for each in self.workers for batch in each.batches)
+
+    def _end_try(self) -> None:
+        """Let other shards run suspects, once this one has none."""
+        if not self._runs_alone():
+            self._holds_try = False
+            self._core.tried()
 
     def _arm_timer(self, now: float, only_expiry: bool, latest: float = math.inf) -> None:
         if self._timer is not None:
@@ -189,10 +211,10 @@ class Dispatcher:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self.pump)
 
     def _dispatch(
-        self, instance: Instance, requests: list[Request], now: float, round: int = 0
+        self, worker: WorkerPlace, requests: list[Request], now: float, round: int = 0
     ) -> bool:
-        """Send a batch to an instance, which may have claimed it in this round. False if shared
-        memory is full: the batch is queued again until one in flight is answered."""
+        """Send a batch to a worker, which may have claimed it in this round. False if shared memory
+        is full: the batch is queued again until one in flight is answered."""
         batch = RunningBatch(next(self._batch_ids), requests, now)
         try:
             num_placed = self._memory.place_batch(batch)
@@ -214,7 +236,7 @@ class Dispatcher:
             self._abandon(batch, BackendFailed("internal error; this is a bug"))
             return True
         if len(data) > MAX_DISPATCH_BYTES and len(batch.requests) > 1:
-            return self._dispatch(instance, self._halve(batch), now, round)
+            return self._dispatch(worker, self._halve(batch), now, round)
         if len(data) > frames.MAX_FRAME_BYTES // 4:
             self._queue.batcher.ended(now)
             self._abandon(batch, TooLarge("the request's id and parameters are too large"))
@@ -224,20 +246,20 @@ class Dispatcher:
             timings = request.timings
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
-        batch.instance, batch.closed_by = instance.index, self._queue.batcher.closed_by
-        instance.batches.append(batch)
-        self._saturation.note(not any(each.is_idle for each in self._instances), now)
+        batch.instance, batch.closed_by = worker.index, self._queue.batcher.closed_by
+        worker.batches.append(batch)
+        self._saturation.note(not any(each.is_idle for each in self.workers), now)
         self._last_num_requests = len(batch.requests)
         if self._num_slabs < len(self._memory.slabs):
             self._map_slabs()
-        assert instance.link is not None, "it is idle"
-        instance.is_wanting = frame.more is not None
-        instance.link.send(data)
+        assert worker.link is not None, "it is idle"
+        worker.is_wanting = frame.more is not None
+        worker.link.send(data)
         return True
 
     def _map_slabs(self) -> None:
         """Map new slabs in all workers, before one of them needs it."""
-        for each in self._supervisor.all_instances:
+        for each in self.workers:
             if each.link is not None:
                 each.link.map_slabs(self._memory.slabs)
         self._num_slabs = len(self._memory.slabs)
@@ -257,61 +279,54 @@ class Dispatcher:
         for request in batch.requests:
             self._replies.fail(request, error, reason)
 
-    def attach(self, instance: Instance, sock: socket.socket) -> None:
-        """Give a new worker the socket for its batches, and the memory that they are in."""
-        received = partial(self._receive, instance)
-        instance.link = WorkerLink(self._loop, sock, received, self._memory.input_spill)
-        instance.link.map_slabs(self._memory.slabs)
-        instance.is_wanting = False
-
-    def _receive(self, instance: Instance, data: memoryview) -> bool:
+    def _receive(self, worker: WorkerPlace, data: memoryview) -> bool:
         """Handle a frame of a worker; return whether it was an answer. Usually nothing else is
         pending then; the next loop iteration reads what is."""
         frame = frames.decode_worker_to_shard(data)
         if isinstance(frame, frames.Leaving):
-            self._supervisor.handle(instance, frame)
+            worker.is_leaving = True
+            self._let_go(worker)
             return False
         if isinstance(frame, frames.Claim):
-            self._claimed(instance, frame)
+            self._claimed(worker, frame)
             return False
-        self._answered(instance, frame)
-        if instance.is_leaving:
-            self._supervisor.let_go(instance)
+        self._answered(worker, frame)
         return True
 
-    def _claimed(self, instance: Instance, claim: frames.Claim) -> None:
-        """Answer a worker that has a free slot, with a batch or with Pass."""
+    def _claimed(self, worker: WorkerPlace, claim: frames.Claim) -> None:
+        """Answer a worker that has a free slot, with a batch or Decline."""
         assert self._wants is not None, "only a worker of several shards claims"
         now = self._clock()
         self._queue.expire(now)
-        num_before = len(instance.batches)
-        requests = self._wants.take(claim, instance, now)
+        num_before = len(worker.batches)
+        requests = self._wants.take(claim, worker, now)
         if requests is not None:
-            self._dispatch(instance, requests, now, claim.round)
+            self._dispatch(worker, requests, now, claim.round)
         latest = math.inf
-        if len(instance.batches) == num_before and self._wants.pass_on(claim, instance, now):
+        if len(worker.batches) == num_before and self._wants.pass_on(claim, worker, now):
             latest = now + LOOK_AGAIN_S
-        self._arm_timer(now, only_expiry=instance.is_leaving, latest=latest)
+        self._arm_timer(now, only_expiry=worker.is_leaving, latest=latest)
         self._queue.batcher.publish(now)
         # Requests that would be late were dropped instead of given.
         self._queue.expire(now)
         if self._idle_waiters:
             self.check_idle()
 
-    def _answered(self, instance: Instance, frame: frames.Done | frames.BatchFailed) -> None:
+    def _answered(self, worker: WorkerPlace, frame: frames.Done | frames.BatchFailed) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched
         # before the worker has its output spill back.
         self._is_answering = True
         try:
-            batch = next((each for each in instance.batches if each.id == frame.batch), None)
-            if self._guard.quarantine.awaits_answer:
-                self._guard.quarantine.answered()
+            batch = next((each for each in worker.batches if each.id == frame.batch), None)
+            if self._reports_answer:
+                self._reports_answer = False
+                self._core.answered()
             if batch is not None:
-                instance.batches.remove(batch)
-                now = instance.answered_at = self._clock()
+                worker.batches.remove(batch)
+                now = worker.answered_at = self._clock()
                 self._saturation.note(False, now)
                 if isinstance(frame, frames.Done):
-                    self._deliver(instance, batch, frame, now)
+                    self._deliver(worker, batch, frame, now)
                 else:
                     self._fail(batch, frame, now)
         finally:
@@ -319,12 +334,20 @@ class Dispatcher:
         self.pump_if_waiting()
         if self._idle_waiters:
             self.check_idle()
+        if worker.is_leaving:
+            self._let_go(worker)
+
+    def _let_go(self, worker: WorkerPlace) -> None:
+        """Tell the core that a leaving worker has answered everything."""
+        if worker.is_leaving and not worker.batches:
+            self._core.left(worker.index, worker.life)
 
     def _deliver(
-        self, instance: Instance, batch: RunningBatch, frame: frames.Done, now: float
+        self, worker: WorkerPlace, batch: RunningBatch, frame: frames.Done, now: float
     ) -> None:
         # Of a merged batch, all of it took this long.
         num_rows = frame.total_rows or batch.num_rows
+        worker.is_shared = num_rows > batch.num_rows
         self.hang_limits.note(num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
         size = frame.total_tokens or batch.num_tokens or num_rows
@@ -334,12 +357,12 @@ class Dispatcher:
             # Dispatch the next batch first: the worker computes while this loop encodes. Not while
             # the worker's spill still holds this answer.
             self.pump_if_waiting()
-        assert instance.link is not None, "its answer came on it"
-        answered = self._replies.deliver(batch, frame, instance.link.output_spill, now)
+        assert worker.link is not None, "its answer came on it"
+        answered = self._replies.deliver(batch, frame, worker.link.output_spill, now)
         self._memory.release_batch(batch)
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
-            instance.send_on_link(frames.Release(offsets))
+            worker.link.send(frames.encode(frames.Release(offsets)))
         self._replies.count(batch, answered, now, num_rows if frame.is_first else 0)
 
     def _fail(self, batch: RunningBatch, frame: frames.BatchFailed, now: float) -> None:
@@ -361,37 +384,46 @@ class Dispatcher:
             self._queue.rerun(request)
             self._memory.requeued(request)
 
-    def died(self, instance: Instance, reason: str) -> bool:
-        """Rerun each request of the instance's batches alone; one whose worker died before and that
-        ran alone now fails. Return whether a request is to blame, rather than the model."""
-        if instance.link is not None:
-            # Answers that it sent before.
-            instance.link.read(reads_all=True)
-        batches, instance.batches = instance.batches, []
+    def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
+        """Use the ready worker of a place from now on, and give it the memory of this shard."""
+        place = self.workers[worker.index]
+        received = partial(self._receive, place)
+        link = WorkerLink(self._loop, sock, received, self._memory.input_spill)
+        place.open(worker.life, link)
+        link.map_slabs(self._memory.slabs)
+
+    def died(self, died: frames.Died) -> None:
+        """Keep the batches of a dead worker, and tell the core about them. If it is one request, it
+        may be to blame."""
+        place = self.workers[died.index]
+        batches, place.batches = place.batches, []
+        self._saturation.note(not any(each.is_idle for each in self.workers), self._clock())
+        self._lost[died.life] = died, batches
+        requests = [request for batch in batches for request in batch.requests]
+        lost = frames.Lost(died.life, len(requests))
+        if len(requests) == 1:
+            (request,) = requests
+            lost.body, lost.key = self._guard.fingerprint(request), request.caller
+            lost.lost_with = request.lost_with
+        self._core.lost(lost)
+
+    def verdict(self, verdict: frames.Verdict) -> None:
+        """Rerun each request of a dead worker's batches alone; one whose worker died before and
+        that ran alone now fails."""
+        self._reports_answer |= verdict.awaits_answer
+        if verdict.life not in self._lost:
+            return
+        died, batches = self._lost.pop(verdict.life)
         now = self._clock()
-        self._saturation.note(not any(each.is_idle for each in self._instances), now)
-        is_excused = bool(batches) and self._judge(batches, instance.was_killed_outside)
         for batch in batches:
-            self._lose(batch, reason, now)
-            if not is_excused and len(batch.requests) > 1:
-                for request in batch.requests:
-                    request.lost_with = instance.index
+            for request in batch.requests:
+                if verdict.is_excused and verdict.is_pinned:
+                    request.lost_with = None
+                elif not verdict.is_excused and len(batch.requests) > 1:
+                    request.lost_with = died.index
+            self._lose(batch, died.reason, now)
         if batches:
             self.pump()
-        return is_excused
-
-    def _judge(self, batches: list[RunningBatch], was_killed_outside: bool) -> bool:
-        """Whether a request killed the worker, rather than a broken model."""
-        if len(batches) > 1 or len(batches[0].requests) > 1:
-            return self._guard.quarantine.died_in_company()
-        (request,) = batches[0].requests
-        verdict = self._guard.pin(request, was_killed_outside)
-        if verdict.is_excused and request.lost_with is not None:
-            self._supervisor.excuse(request.lost_with)
-            request.lost_with = None
-        if verdict.quarantines_body or verdict.quarantines_key:
-            self._queue.refuse_quarantined()
-        return verdict.is_excused
 
     def _lose(self, batch: RunningBatch, reason: str, now: float) -> None:
         self._queue.batcher.ended(batch.started)

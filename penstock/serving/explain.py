@@ -7,7 +7,7 @@ larger. The dataclasses travel as JSON.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from penstock.config import CPU, BatchPolicy, ModelConfig
@@ -134,15 +134,16 @@ class Explanation:
 
 def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
     """Return sentences about event loops that are the bottleneck; the core is the first process."""
-    core, *fronts = processes
-    http = [front for front in fronts if front.name.startswith("HTTP")]
+    core, *others = processes
+    http = [front for front in others if front.name.startswith("HTTP")]
+    shards = [each for each in others if each.name.startswith("shard")]
     found = []
-    if core.busy >= BUSY and not http:
+    if core.busy >= BUSY and not http and not shards:
         found.append(
             f"The core's event loop takes {core.busy:.0%} of a core and answers HTTP itself: "
             "penstock serve --fronts N leaves that to N processes."
         )
-    elif core.busy >= BUSY:
+    elif core.busy >= BUSY and http:
         found.append(
             f"The core's event loop takes {core.busy:.0%} of a core, beside {len(http)} HTTP "
             "fronts: more rows in a request would cost it less than more requests."
@@ -153,6 +154,12 @@ def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
         for front in http
         if front.busy >= BUSY
     ]
+    found += [
+        f"{each.name} takes {each.busy:.0%} of a core: more of them (--shards) would share its "
+        "clients."
+        for each in shards
+        if each.busy >= BUSY
+    ]
     return found
 
 
@@ -161,15 +168,19 @@ def explain(model: Model, now: float) -> Explanation:
     mode, reason = mode_of(config, policy)
     paces = _paces(model)
     target = paces[0].target_size if paces else None
-    metrics, notes = model.metrics, list(model.readiness.notes)
+    metrics, notes = model.metrics, list(model.notes)
     if metrics.padded_bytes:
         share = 100 * metrics.padding_bytes / metrics.padded_bytes
         text = f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"
         notes.append(text)
+    devices = [device for device, _ in config.workers]
     instances = [
-        InstanceState(i.index, i.state, i.pid, i.device, i.process.gpu_memory_bytes, i.num_slots)
-        for i in model.instances
+        InstanceState(w.index, w.state, 0, devices[w.index], 0, w.num_slots) for w in model.workers
     ]
+    for process in model.processes:
+        known = instances[process.index]
+        memory = process.gpu_memory_bytes
+        instances[process.index] = replace(known, pid=process.pid, gpu_memory_bytes=memory)
     return Explanation(
         model=config.name,
         version=config.version,

@@ -126,10 +126,13 @@ class ManagementApi:
 
     async def statistics(self, call: ManagementCall) -> bytes:
         models = self.catalog.find_all(call.model_name, call.model_version)
+        await self.catalog.refresh()
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
 
     async def explain(self, call: ManagementCall) -> bytes:
-        explanation = self._find(call).explain()
+        model = self._find(call)
+        await model.refresh()
+        explanation = model.explain()
         processes = await self._processes()
         verdicts = [*explanation.verdicts, *who_is_busy(processes)]
         return _json(replace(explanation, verdicts=verdicts, processes=processes))
@@ -147,6 +150,7 @@ class ManagementApi:
 
     async def metrics(self) -> bytes:
         """Return the metrics as Prometheus text."""
+        await self.catalog.refresh()
         # Reading /proc takes a moment per process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
         return expose(self.catalog.pending(), host, self._fronts())
@@ -172,7 +176,7 @@ class ManagementApi:
         for front in self._fronts():
             if front.pid:
                 number = {"front": front.front} if front.front else {}
-                yield front.pid, {"process": f"{front.protocol}_front", **number}
+                yield front.pid, {"process": front.kind, **number}
         for model in self.catalog:
             for process in model.processes:
                 if process.pid:

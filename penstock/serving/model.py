@@ -1,12 +1,15 @@
 """One version of a model as a Servable: its parts, put together.
 
 A request passes admission, gets a place in shared memory, waits in the queue, runs in a batch of
-the dispatcher and is answered by the replies. Everything runs on the core's event loop without
-locks. Knows no protocol (requests carry their sink) and no process (the supervisor does).
+the dispatcher and is answered by the replies. Everything runs on one event loop without locks.
+Knows no protocol: requests carry their sink. Its workers belong to the core (`model_host`), which
+talks to the parts here only through `core_link`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +21,11 @@ from penstock.processes.life import ProcessLife
 from penstock.serving.admission import Admission
 from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext, Saturation
+from penstock.serving.core_link import ONLY_SHARD, ShardSetup
 from penstock.serving.dispatcher import Dispatcher
 from penstock.serving.explain import Explanation, explain, mode_of
-from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
+from penstock.serving.model_host import DirectLink, ModelHost
 from penstock.serving.plan import Planner, slab_bytes
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.quotas import QueueShares, Quotas
@@ -32,14 +36,16 @@ from penstock.serving.request_queue import RequestQueue
 from penstock.serving.reservation import Reservation
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
-from penstock.serving.supervisor import Supervisor
+from penstock.serving.worker_place import WorkerPlace
 from penstock.types import CANCELLED, Request
 
 log = logging.getLogger("penstock.model")
+# Time for the current batches of workers that are the core's.
+CLOSE_S = 5.0
 
 
 class Model:
-    """References between the parts go one way, and the supervisor drops its own when it stops: an
+    """References between the parts go one way, and the host drops its own when it stops: an
     unloaded model is freed without the garbage collector."""
 
     def __init__(
@@ -50,35 +56,42 @@ class Model:
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
         metrics: ModelMetrics | None = None,
-        sees_idle: Callable[[int], bool] | None = None,
+        shard: ShardSetup = ONLY_SHARD,
     ) -> None:
         quotas, policy = quotas or Quotas(), config.batching
+        metrics = metrics or ModelMetrics(config.name, config.version, config.metric_tags)
         context = ModelContext(
             config=config,
             clock=clock,
-            metrics=metrics or ModelMetrics(config.name, config.version, config.metric_tags),
+            metrics=metrics,
             planner=Planner(config, slab_bytes(config)),
             quotas=quotas,
             shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
             saturation=Saturation(clock()),
-            sees_idle=sees_idle,
+            sees_idle=shard.sees_idle,
         )
         self.config = config
-        self.metrics = context.metrics
+        self.metrics = metrics
         self._clock = clock
         self.memory = memory = RequestMemory(context)
         self._replies = replies = Replies(context, memory)
         self.history = replies.history
         guard = PoisonGuard(context)
-        self._queue = queue = RequestQueue(context, replies, guard)
+        self._queue = queue = RequestQueue(context, replies, guard, shard.elsewhere)
         self._admission = Admission(context, memory, queue, guard, replies)
-        self.supervisor = supervisor = Supervisor(config, start_life)
-        dispatcher = Dispatcher(context, supervisor, queue, memory, replies, guard)
-        self._dispatcher = dispatcher
-        self.readiness = readiness = Readiness(context, supervisor, dispatcher, queue, memory)
-        self.instances: Sequence[Instance] = supervisor.instances
+        # The workers, unless the core is in another process.
+        self.host: ModelHost | None = None
+        core = shard.core
+        if core is None:
+            self.host = ModelHost(config, start_life, clock, metrics)
+            core = DirectLink(self.host)
+        self._dispatcher = dispatcher = Dispatcher(context, core, queue, memory, replies, guard)
+        self.readiness = Readiness(context, core, dispatcher, queue, memory, guard)
+        if self.host is not None:
+            self.host.join(0, self.readiness)
+        self.workers: Sequence[WorkerPlace] = dispatcher.workers
         # What only one part does, as `Served` promises it.
-        self.start, self.drain, self.refused = readiness.load, dispatcher.drain, replies.refused
+        self.drain, self.refused = dispatcher.drain, replies.refused
 
     @property
     def state(self) -> State:
@@ -86,12 +99,12 @@ class Model:
 
     @property
     def shown_state(self) -> State:
-        """State in the repository index: unavailable while no instance can run."""
+        """State in the repository index: unavailable while no worker can run."""
         return "UNAVAILABLE" if self.state == "READY" and not self.is_ready else self.state
 
     @property
     def is_ready(self) -> bool:
-        """Whether an instance can run a batch."""
+        """Whether a worker can run a batch."""
         return self.readiness.is_ready
 
     @property
@@ -100,7 +113,13 @@ class Model:
 
     @property
     def processes(self) -> Sequence[ModelProcess]:
-        return [each.process for each in self.instances]
+        """Empty if they are the core's, in another process."""
+        return [] if self.host is None else self.host.processes
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """How it is served and why, if its configuration does not say. The core's, likewise."""
+        return () if self.host is None else self.host.notes
 
     @property
     def batcher(self) -> Batcher | SloBatcher:
@@ -121,16 +140,31 @@ class Model:
     def explain(self) -> Explanation:
         return explain(self, self._clock())
 
+    async def start(self) -> None:
+        """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
+        assert self.host is not None, "the core starts its workers"
+        await self.host.load()
+
+    async def refresh(self) -> None:
+        """Do nothing: all figures are here."""
+
     async def close(self) -> None:
-        """Stop the workers; requests still queued get an error."""
+        """Stop the workers; requests still queued get an error. If the workers are the core's, wait
+        for their current batches only."""
         self.readiness.state = "UNLOADING"
         error = NotReady(f"model '{self.config.name}' is being unloaded")
         self._dispatcher.close()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
-        await self.supervisor.stop()
+        if self.host is not None:
+            await self.host.stop()
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self.drain()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
+        self.readiness.close()
         self.memory.close()
         self._admission.close()
 

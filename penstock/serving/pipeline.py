@@ -20,6 +20,7 @@ from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
 from penstock.serving.batcher import queue_timeout_s
+from penstock.serving.core_link import ONLY_SHARD, ShardSetup
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
@@ -174,16 +175,21 @@ class StagePipeline:
         start_life: StartLife = ProcessLife,
         clock: Callable[[], float] = time.monotonic,
         quotas: Quotas | None = None,
+        shards: Sequence[ShardSetup] = (),
     ) -> None:
+        """`shards` are for the stages, if the model is served by several shards."""
         self.config = config
         self.clock = clock
         self.stages = tuple(stages)
         self._metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.models: list[Model] = []
-        for stage in stages:
+        for index, stage in enumerate(stages):
+            shard = shards[index] if shards else ONLY_SHARD
             name = f"{config.name}:{stage.name}"
             metrics = ModelMetrics(name, config.version, config.metric_tags)
-            model = Model(stage.config, start_life=start_life, clock=clock, metrics=metrics)
+            model = Model(
+                stage.config, start_life=start_life, clock=clock, metrics=metrics, shard=shard
+            )
             self.models.append(model)
         policy = config.batching
         self._quotas = quotas or Quotas()
@@ -205,6 +211,9 @@ class StagePipeline:
         if problems:
             raise ConfigError(problems)
         self._metrics.load_s = time.monotonic() - began
+
+    async def refresh(self) -> None:
+        """Do nothing: all figures are here."""
 
     async def drain(self) -> None:
         """Wait until everything admitted has been answered: a stage hands on before it is idle."""
@@ -352,12 +361,18 @@ class StagePipeline:
 
 
 def make_model(
-    config: ModelConfig, start_life: StartLife = ProcessLife, quotas: Quotas | None = None
+    config: ModelConfig,
+    start_life: StartLife = ProcessLife,
+    quotas: Quotas | None = None,
+    shards: Sequence[ShardSetup] = (),
 ) -> Model | StagePipeline:
-    """Return the Servable of a configuration, with as many stages as it has."""
+    """Return the Servable of a configuration, with as many stages as it has. With `shards`, one for
+    each stage, it is one of several shards' parts."""
     if config.is_staged:
-        return StagePipeline(config, stages_of(config), start_life=start_life, quotas=quotas)
-    return Model(config, start_life=start_life, quotas=quotas)
+        stages = stages_of(config)
+        return StagePipeline(config, stages, start_life=start_life, quotas=quotas, shards=shards)
+    shard = shards[0] if shards else ONLY_SHARD
+    return Model(config, start_life=start_life, quotas=quotas, shard=shard)
 
 
 async def _start(model: Model) -> Sequence[str]:
@@ -377,7 +392,7 @@ def _describe(name: str, model: Model) -> str:
     compute_s = sum(phases[f"compute_{each}"].total for each in ("input", "infer", "output"))
     num_rows = metrics.num_inferences / max(1, metrics.num_executions)
     return (
-        f"stage {name}: {len(model.instances)} instances, {metrics.num_executions} batches of "
+        f"stage {name}: {len(model.workers)} instances, {metrics.num_executions} batches of "
         f"{num_rows:.1f} rows, {queue_s * 1e3:.2f} ms queued and {compute_s / count * 1e3:.2f} ms "
         f"computed a request, {model.num_waiting} waiting"
     )

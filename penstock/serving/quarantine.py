@@ -2,15 +2,14 @@
 its workers.
 
 A death is *pinned* on a request when the worker that died ran nothing else. One `Quarantine` per
-model counts pinned deaths by request body and by API key; `PoisonGuard` asks it about requests.
-Knows no worker, and the time is an argument or the model's clock. Pure.
+model, in the core, counts pinned deaths by request body and by API key. Those who admit requests
+have a `QuarantineTable` each, which `PoisonGuard` asks about requests. Knows no worker, and the
+time is an argument or the model's clock. Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,7 +30,6 @@ QUARANTINE_S = 600.0
 MAX_REMEMBERED = 4096
 # A fingerprint is the total size of the inputs followed by a digest.
 SIZE_BYTES, DIGEST_BYTES = 8, 16
-log = logging.getLogger("penstock.model")
 
 
 def fingerprint(
@@ -69,9 +67,8 @@ class Offenders:
     def __init__(self, max_deaths: int) -> None:
         self._max_deaths = max_deaths
         self._known: dict[bytes, Offender] = {}
-        self.num_quarantined = 0
-        # Quarantined ones by the start of their names: the body size in a fingerprint.
-        self.starts: Counter[bytes] = Counter()
+        # The end of each quarantine.
+        self.quarantined: dict[bytes, float] = {}
 
     def died(self, name: bytes, now: float) -> bool:
         """Count a death; True if it starts a quarantine."""
@@ -84,21 +81,12 @@ class Offenders:
             self.forget(next(iter(self._known)))
         if known.until or known.num_deaths < self._max_deaths:
             return False
-        known.until = now + QUARANTINE_S
-        self.num_quarantined += 1
-        self.starts[name[:SIZE_BYTES]] += 1
+        known.until = self.quarantined[name] = now + QUARANTINE_S
         return True
 
-    def left_s(self, name: bytes, now: float) -> float:
-        """Return how much longer it is quarantined; 0 if it is not."""
-        known = self._known.get(name)
-        return 0.0 if known is None else max(0.0, known.until - now)
-
     def forget(self, name: bytes) -> None:
-        known = self._known.pop(name, None)
-        if known is not None and known.until:
-            self.num_quarantined -= 1
-            self.starts -= Counter([name[:SIZE_BYTES]])  # Keeps no zeros.
+        self._known.pop(name, None)
+        self.quarantined.pop(name, None)
 
     def expire(self, now: float) -> None:
         """Forget those whose quarantine, or last death plus QUARANTINE_S, has passed."""
@@ -110,8 +98,8 @@ class Offenders:
 
 
 class Quarantine:
-    """Pinned deaths of one model. Bodies need a fingerprint only while `has_bodies`, or once a
-    death is pinned.
+    """Pinned deaths of one model: the judge, of which a model has one. Bodies need a fingerprint
+    only while one is quarantined, or once a death is pinned.
 
     A model that crashes on any request is itself at fault: once several bodies killed workers
     without an answer in between, their deaths no longer count against them but as a crash loop.
@@ -122,32 +110,19 @@ class Quarantine:
     def __init__(self) -> None:
         self._bodies = Offenders(MAX_BODY_DEATHS)
         self._keys = Offenders(MAX_KEY_DEATHS)
-        self.body_left_s, self.key_left_s = self._bodies.left_s, self._keys.left_s
+        # The ends of the quarantines, which a `QuarantineTable` copies.
+        self.bodies, self.keys = self._bodies.quarantined, self._keys.quarantined
         # Bodies, and number of multi-request batches, that killed a worker since the last answer.
         self._suspects: set[bytes] = set()
         self._num_batches = 0
-        # Attributes, since every request and every answer asks: whether a body or a key is
-        # quarantined, and whether a worker died since the last answer.
-        self.is_active = False
-        self.awaits_answer = False
-
-    @property
-    def has_bodies(self) -> bool:
-        return self._bodies.num_quarantined > 0
-
-    def has_body_of(self, num_bytes: int) -> bool:
-        """Whether a body of this size is quarantined; if not, no fingerprint is needed."""
-        return _size(num_bytes) in self._bodies.starts
 
     def answered(self) -> None:
         """Note that a worker answered a batch: the model can run requests."""
-        self.awaits_answer = False
         self._suspects.clear()
         self._num_batches = 0
 
     def died(self, body: bytes, key: bytes, now: float) -> DeathVerdict:
         """Pin a death on this request; no key is counted if `key` is empty."""
-        self.awaits_answer = True
         self._suspects.add(body)
         is_key = bool(key) and self._keys.died(key, now)
         is_excused, is_body = not self._is_model_at_fault, False
@@ -156,15 +131,13 @@ class Quarantine:
         else:
             for suspect in self._suspects:
                 self._bodies.forget(suspect)
-        self._note_active()
         return DeathVerdict(is_excused, is_body, is_key)
 
     def died_in_company(self) -> bool:
         """Note that a worker died while it ran several requests. True if one of them is probably at
         fault: while bodies are quarantined, similar ones may follow."""
-        self.awaits_answer = True
         self._num_batches += 1
-        return self.has_bodies and not self._is_model_at_fault
+        return bool(self.bodies) and not self._is_model_at_fault
 
     @property
     def _is_model_at_fault(self) -> bool:
@@ -173,10 +146,47 @@ class Quarantine:
     def expire(self, now: float) -> None:
         self._bodies.expire(now)
         self._keys.expire(now)
-        self._note_active()
 
-    def _note_active(self) -> None:
-        self.is_active = self.has_bodies or self._keys.num_quarantined > 0
+
+class QuarantineTable:
+    """What a model refuses: a copy of the judge's quarantines, for those who ask with every
+    request. Each entry is refused until its time, by the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[bytes, float] = {}
+        self._keys: dict[bytes, float] = {}
+        # Quarantined bodies by the start of their fingerprints: their size.
+        self._sizes: set[bytes] = set()
+        # An attribute, since every request asks: whether anything is quarantined.
+        self.is_active = False
+
+    def replace(self, bodies: Mapping[bytes, float], keys: Mapping[bytes, float]) -> None:
+        self._bodies, self._keys = dict(bodies), dict(keys)
+        self._sizes = {name[:SIZE_BYTES] for name in bodies}
+        self.is_active = bool(bodies or keys)
+
+    def expire(self, now: float) -> None:
+        if self.is_active and min((*self._bodies.values(), *self._keys.values())) <= now:
+            bodies, keys = self._bodies.items(), self._keys.items()
+            self.replace(
+                {name: until for name, until in bodies if until > now},
+                {name: until for name, until in keys if until > now},
+            )
+
+    @property
+    def has_bodies(self) -> bool:
+        return bool(self._bodies)
+
+    def has_body_of(self, num_bytes: int) -> bool:
+        """Whether a body of this size is quarantined; if not, no fingerprint is needed."""
+        return _size(num_bytes) in self._sizes
+
+    def body_left_s(self, body: bytes, now: float) -> float:
+        """Return how much longer it is quarantined; 0 if it is not."""
+        return max(0.0, self._bodies.get(body, 0.0) - now)
+
+    def key_left_s(self, key: bytes, now: float) -> float:
+        return max(0.0, self._keys.get(key, 0.0) - now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,50 +199,37 @@ class DeathVerdict:
 
 
 class PoisonGuard:
-    """The quarantine of one model, by the requests themselves."""
+    """The quarantines of one model, by the requests themselves."""
 
     def __init__(self, context: ModelContext) -> None:
         self._config = context.config
         self._planner = context.planner
         self._clock = context.clock
-        self.quarantine = Quarantine()
+        self.table = QuarantineTable()
 
     def check(self, request: Request) -> None:
         """Raise Quarantined for a poison request, or if its API key is quarantined. Only bodies of
         the same size as a quarantined one are hashed."""
         now = self._clock()
-        quarantine, name = self.quarantine, self._config.name
-        left_s = quarantine.key_left_s(request.caller, now)
+        table, name = self.table, self._config.name
+        left_s = table.key_left_s(request.caller, now)
         if left_s > 0:
             raise Quarantined(
                 f"requests with this API key killed workers of model '{name}' "
                 f"{MAX_KEY_DEATHS} times; the model refuses the key for {left_s:.0f} s more"
             )
         body = self._body(request)
-        if not quarantine.has_body_of(sum(len(part.data) for part in body)):
+        if not table.has_body_of(sum(len(part.data) for part in body)):
             return
-        left_s = quarantine.body_left_s(fingerprint(body, request.parameters), now)
+        left_s = table.body_left_s(fingerprint(body, request.parameters), now)
         if left_s > 0:
             raise Quarantined(
                 f"this request killed its worker of model '{name}' {MAX_BODY_DEATHS} times; the "
                 f"model refuses it for {left_s:.0f} s more"
             )
 
-    def pin(self, request: Request, was_killed_outside: bool) -> DeathVerdict:
-        """Note that a worker died while it ran only this request. A kill from outside counts
-        against the request, not against its API key: operators kill whatever is running."""
-        caller = b"" if was_killed_outside else request.caller
-        body = fingerprint(self._body(request), request.parameters)
-        verdict = self.quarantine.died(body, caller, self._clock())
-        if verdict.quarantines_key:
-            self._warn("an API key is quarantined: its requests killed %d workers", MAX_KEY_DEATHS)
-        if verdict.quarantines_body:
-            self._warn("a request is quarantined: it killed %d workers", MAX_BODY_DEATHS)
-        return verdict
-
-    def _warn(self, text: str, num_deaths: int) -> None:
-        named = self._config.name, self._config.version
-        log.warning(f"%s/%s: {text}", *named, num_deaths, extra=self._config.labels)
+    def fingerprint(self, request: Request) -> bytes:
+        return fingerprint(self._body(request), request.parameters)
 
     def _body(self, request: Request) -> list[Tensor]:
         """Return the inputs, whether or not they are in shared memory already."""

@@ -48,6 +48,13 @@ class Bucket:
         self._level = self._burst
         self._filled_at = now
 
+    def lease(self, amount: int, now: float) -> int:
+        """Take as many whole tokens as it holds, at most `amount`; a negative amount comes back."""
+        self._refill(now)
+        taken = min(amount, max(0, int(self._level)))
+        self._level = min(self._burst, self._level - taken)
+        return taken
+
     def wait_s(self, now: float) -> float:
         """Return the time until the bucket holds 1; 0 if it does now."""
         self._refill(now)
@@ -60,6 +67,11 @@ class Bucket:
     def _refill(self, now: float) -> None:
         self._level = min(self._burst, self._level + (now - self._filled_at) * self._rate)
         self._filled_at = now
+
+
+def rate_exceeded(rate: float, wait_s: float) -> QuotaExceeded:
+    text = f"the API key may send {rate:g} requests/s"
+    return QuotaExceeded(f"{text}; retry in {wait_s:.3g} s", wait_s)
 
 
 def _bucket(
@@ -119,9 +131,23 @@ class Quotas:
         if bucket is None:
             return
         if (wait_s := bucket.wait_s(now)) > 0:
-            text = f"the API key may send {quota.requests_per_s:g} requests/s"
-            raise QuotaExceeded(f"{text}; retry in {wait_s:.3g} s", wait_s)
+            raise rate_exceeded(quota.requests_per_s or 0.0, wait_s)
         bucket.take(1, now)
+
+    @property
+    def rates(self) -> dict[bytes, float]:
+        """Requests per second of the keys that have a limit."""
+        quotas = self._quotas.items()
+        return {k: each.requests_per_s for k, each in quotas if each.requests_per_s is not None}
+
+    def lease(self, caller: bytes, amount: int, now: float) -> tuple[int, float]:
+        """Lease tokens of a key's request rate to a shard, or take them back if `amount` is
+        negative. Return how many it gets, and how long until there are more."""
+        rate = self._quotas.get(caller, UNLIMITED).requests_per_s
+        bucket = _bucket(self._requests, caller, rate, now)
+        if bucket is None:
+            return amount, 0.0
+        return bucket.lease(amount, now), bucket.wait_s(now)
 
     def check_tokens(self, caller: bytes, now: float) -> None:
         """Raise QuotaExceeded if the key has used up its tokens. The length of an answer is unknown

@@ -75,7 +75,7 @@ class RequestQueue:
             if batch is None or self.batcher.closed_by != "rerun":
                 return batch
             # Its body or key may have been quarantined while it waited.
-            if not self._guard.quarantine.is_active or not self.refuse_if_quarantined(batch[0]):
+            if not self._guard.table.is_active or not self.refuse_if_quarantined(batch[0]):
                 return batch
             self.batcher.ended(now)
 
@@ -90,7 +90,7 @@ class RequestQueue:
 
     def rerun(self, request: Request) -> None:
         """Run a request again, alone; as a suspect if it may have killed a worker."""
-        if self._guard.quarantine.has_bodies and request.num_deaths > 0:
+        if self._guard.table.has_bodies and request.num_deaths > 0:
             if not self.suspects:
                 self.tried_suspect_at = self._clock()
             self.suspects.append(request)

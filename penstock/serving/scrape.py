@@ -69,7 +69,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """Use of one process. Its `process` label: core, worker or http_front."""
+    """Use of one process. Its `process` label: core, worker, http_front or shard."""
 
     labels: Labels
     resident_bytes: int
@@ -99,6 +99,8 @@ class FrontUse:
     name: str = ""
     # 0 while no process runs.
     pid: int = 0
+    # Its `process` label.
+    kind: str = ""
 
     @property
     def labels(self) -> Labels:

@@ -65,6 +65,9 @@ class Served(Servable, Protocol):
 
     async def close(self) -> None: ...
 
+    async def refresh(self) -> None:
+        """Bring `metrics`, `num_waiting` and `explain` up to date, if others count for it."""
+
     def explain(self) -> Explanation: ...
 
     def refused(self, error: PenstockError, received: float) -> None:

@@ -1,7 +1,7 @@
 """Supervises the workers of one model: starts them, detects crashes and hangs, restarts them.
 
-Knows processes, sockets and back-off but no requests: the model (`Readiness`) decides what a
-death means for a batch and whether a request caused it. Everything runs on the core's event loop.
+Knows processes, sockets and back-off but no requests: its listener (`ModelHost`) finds out whether
+a request caused a death. Everything runs on the core's event loop.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from penstock.config import ModelConfig
 from penstock.processes.channel import Channel, socket_pair
@@ -30,9 +30,6 @@ from penstock.serving.spares import Spares
 from penstock.serving.worker import Worker
 from penstock.system.environment import asked_for
 from penstock.wire import frames
-
-if TYPE_CHECKING:
-    from penstock.serving.readiness import Readiness
 
 log = logging.getLogger("penstock.supervisor")
 
@@ -86,6 +83,29 @@ def load_timeout_text(limit_s: float) -> str:
     return f"loading took longer than {limit_s:g} s; parameters.penstock.load_timeout_s sets it"
 
 
+class WorkerListener(Protocol):
+    """Hears of the workers of one model."""
+
+    def instance_ready(self, instance: Instance) -> None: ...
+
+    def instance_leaving(self, instance: Instance) -> None:
+        """Call `let_go` once the worker has no batches."""
+
+    def instance_died(
+        self, instance: Instance, reason: str, conclude: Callable[[bool], None]
+    ) -> None:
+        """Call `conclude`, now or soon, with whether a request is to blame: the death then counts
+        towards no crash loop."""
+
+    def load_failed(self, problems: Sequence[str]) -> None: ...
+
+    def restarting(self, reason: str) -> None:
+        """Note why a worker is started again."""
+
+    def tick(self) -> None:
+        """Do periodic work, every TICK_S."""
+
+
 class Supervisor:
     """The instances of one model. Once stopped it cannot be used again, and drops its references:
     an unloaded model must not wait for the garbage collector, which may run hours later."""
@@ -96,19 +116,18 @@ class Supervisor:
         self._loop = asyncio.get_running_loop()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._timer_ids = itertools.count()
+        self._lives = itertools.count(1)
         self._is_stopping = False
-        self.last_reason = ""
         # Result of the first workers' batching and padding checks, which later workers skip.
         self.proof: frames.Proof | None = None
         self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
         self.spares = Spares(config, self.instances)
 
     @property
-    def all_instances(self) -> list[Instance]:
-        """The instances, and the spares."""
+    def _all(self) -> list[Instance]:
         return [*self.instances, *self.spares.workers]
 
-    def start(self, listener: Readiness) -> None:
+    def start(self, listener: WorkerListener) -> None:
         """Start all workers; the listener hears of them until `stop`."""
         self._listener = listener
         for instance in self.instances:
@@ -121,14 +140,25 @@ class Supervisor:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        children = [each.child for each in self.all_instances if each.child is not None]
+        children = [each.child for each in self._all if each.child is not None]
         for child in children:
             child.send(frames.encode(frames.Stop()))
         await asyncio.gather(*(child.wait(timeout_s) for child in children))
-        for each in self.all_instances:
-            each.close_link()  # Of one that got no process.
         if hasattr(self, "_listener"):  # Not if it was never started.
             del self._listener
+
+    def kill_hung(self, instance: Instance) -> None:
+        """Kill a worker that takes too long over a batch."""
+        if instance.child is not None and not instance.is_hung:
+            self._log(logging.ERROR, instance, " hangs; killing pid %d", instance.pid)
+            instance.is_hung = True
+            instance.child.life.kill()
+
+    def give_up(self, instance: Instance, problem: str) -> None:
+        """Kill a worker that cannot be used; another one is started."""
+        instance.load_error = problem
+        if instance.child is not None:
+            instance.child.life.kill()
 
     def excuse(self, index: int) -> None:
         """Take back a death that counted towards a crash loop: a request caused it."""
@@ -145,25 +175,20 @@ class Supervisor:
                 instance.load_error = f"the worker {reason}"
                 instance.child.life.kill()
                 return
-            instance.close_link()
-            self._go_on(instance, False, False, reason)
+            self._go_on(instance, False, reason, False)
 
     def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
         instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
+        instance.life = next(self._lives)
         received, died = partial(self._receive, instance), partial(self._died, instance)
+        instance.child = ChildProcess(self._loop, self._start_life, received, died)
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
         environment = asked_for(os.environ, config.env)
         load = frames.LoadModel(frames.VERSION, config, self.proof, environment)
-        ours, theirs = socket_pair()
-        with theirs:
-            self._listener.attach(instance, ours)
-            instance.child = ChildProcess(self._loop, self._start_life, received, died)
-            self._send_load(instance, frames.encode(load))
-            attach = frames.encode(frames.Attach(0, instance.num_restarts))
-            instance.send(attach, (theirs.fileno(),))
+        self._send_load(instance, frames.encode(load))
 
     def _send_load(self, instance: Instance, data: bytes) -> None:
         """Send the Load frame; in shared memory if it is large, as a configuration may be."""
@@ -181,7 +206,7 @@ class Supervisor:
         self.handle(instance, frames.decode_from_worker(data))
 
     def handle(self, instance: Instance, frame: frames.FromWorker) -> None:
-        """Handle a frame of a worker; Leaving comes on its link as well."""
+        """Handle a frame of a worker."""
         match frame:
             case frames.WorkerReady():
                 instance.ready = frame
@@ -196,15 +221,15 @@ class Supervisor:
                 instance.load_error = "; ".join(frame.problems)
                 if instance.ready is None and not instance.is_spare:
                     self._listener.load_failed(frame.problems)
-            case frames.Leaving() if not instance.is_leaving:
+            case frames.Leaving():
                 instance.is_leaving = True
                 text = " is replaced when it has answered: %s"
                 self._log(logging.WARNING, instance, text, frame.reason)
-                self.let_go(instance)
+                self._listener.instance_leaving(instance)
 
     def let_go(self, instance: Instance) -> None:
-        """Stop a leaving worker once it has no batches."""
-        if instance.is_leaving and not instance.batches and instance.child is not None:
+        """Stop a leaving worker, which has no batches."""
+        if instance.is_leaving and instance.child is not None:
             instance.send(frames.encode(frames.Stop()))
             self._later(LEAVE_S, self._end, instance, instance.child)
 
@@ -218,14 +243,13 @@ class Supervisor:
         instance.was_killed_outside = instance.child.life.was_killed_outside
         instance.child = None
         was_ready, instance.is_ready = instance.is_ready, False
-        # The link is closed only after the model has handled the death: it holds answers.
-        is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
-        instance.close_link()
-        if not self._is_stopping:
-            self._go_on(instance, was_ready, is_excused, reason)
+        conclude = partial(self._go_on, instance, was_ready, reason)
+        self._listener.instance_died(instance, reason, conclude)
 
-    def _go_on(self, instance: Instance, was_ready: bool, is_excused: bool, reason: str) -> None:
+    def _go_on(self, instance: Instance, was_ready: bool, reason: str, is_excused: bool) -> None:
         """Restart the instance after a death, or drop a spare."""
+        if self._is_stopping:
+            return
         if instance.is_spare:
             self.spares.lose(instance, reason)
             return
@@ -246,7 +270,7 @@ class Supervisor:
                 text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"
             self._listener.load_failed((instance.load_error or text,))
             return
-        self.last_reason = instance.load_error or f"its worker {reason}"
+        self._listener.restarting(instance.load_error or f"its worker {reason}")
         delay_s = 0.0 if is_excused else instance.crashes.delay_s
         instance.num_restarts += 1
         spare = self.spares.pick() if delay_s == 0 else None
@@ -286,15 +310,9 @@ class Supervisor:
                 self.let_go(spare)
 
     def _tick(self) -> None:
-        """Kill hung and slow-loading workers, and adjust the number of spares."""
+        """Kill slow-loading workers, and adjust the number of spares."""
         self._listener.tick()
-        for instance in self.instances:
-            left_s = self._listener.hang_limit_s(instance)
-            if left_s is not None and left_s < 0 and instance.child is not None:
-                self._log(logging.ERROR, instance, " hangs; killing pid %d", instance.pid)
-                instance.is_hung = True
-                instance.child.life.kill()
-        for instance in self.all_instances:
+        for instance in self._all:
             self._end_if_too_slow(instance)
         if self.spares.num_wanted:
             self._prepare_spares()

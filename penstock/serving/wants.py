@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.serving.instance import Instance
 from penstock.serving.plan import Geometry
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.shares import BatchShare, Queued
+from penstock.serving.worker_place import WorkerPlace
 from penstock.types import Request
 from penstock.wire import frames
 
 
 class Wants:
-    """Invariant: `Instance.is_wanting` if the last that the worker heard is that there is something
-    to claim."""
+    """Invariant: `WorkerPlace.is_wanting` if the last that the worker heard is that there is
+    something to claim."""
 
     def __init__(self, queue: RequestQueue, sees_idle: Callable[[int], bool]) -> None:
         self._queue = queue
         self._sees_idle = sees_idle
 
-    def may_offer(self, instance: Instance) -> bool:
+    def may_offer(self, worker: WorkerPlace) -> bool:
         """Whether to send a batch unasked; there is at most one that was not answered."""
-        return not instance.batches and self._sees_idle(instance.index)
+        is_busy = worker.batches or worker.is_shared
+        return not is_busy and self._sees_idle(worker.index)
 
     def wanted(self, now: float) -> frames.Want | None:
         """Return what a worker could claim; None: nothing now."""
@@ -38,20 +39,20 @@ class Wants:
         queued = batcher.wanted(now)
         return None if queued is None else _want(queued)
 
-    def send(self, instances: Sequence[Instance], now: float) -> bool:
+    def send(self, workers: Sequence[WorkerPlace], now: float) -> bool:
         """Tell the workers that do not know it that there is something to claim. Return whether
         that was looked at; the batcher then says when to look again."""
-        deaf = [each for each in instances if _listens(each) and not each.is_wanting]
+        deaf = [each for each in workers if _listens(each) and not each.is_wanting]
         want = self.wanted(now) if deaf else None
         if want is not None:
-            for instance in deaf:
-                instance.is_wanting = True
-                instance.send_on_link(want)
+            for worker in deaf:
+                worker.is_wanting = True
+                worker.send(want)
         return bool(deaf)
 
-    def take(self, claim: frames.Claim, instance: Instance, now: float) -> list[Request] | None:
+    def take(self, claim: frames.Claim, worker: WorkerPlace, now: float) -> list[Request] | None:
         """Return the requests for a claim; None: nothing to give."""
-        if not _listens(instance):
+        if not _listens(worker):
             return None
         return self._queue.next(now, self._share(claim))
 
@@ -64,15 +65,15 @@ class Wants:
         frame.more = self.wanted(now)
         return frame
 
-    def pass_on(self, claim: frames.Claim, instance: Instance, now: float) -> bool:
+    def pass_on(self, claim: frames.Claim, worker: WorkerPlace, now: float) -> bool:
         """Answer a claim with nothing. Return whether to look again soon: claimed again at once,
         what could not be given now could not be given either, except to a larger claim."""
-        more = self.wanted(now) if _listens(instance) else None
+        more = self.wanted(now) if _listens(worker) else None
         is_kept = more is not None and more.geometry == claim.geometry
         if more is not None and is_kept and more.head_rows > claim.max_rows:
             is_kept = False
-        instance.is_wanting = more is not None and not is_kept
-        instance.send_on_link(frames.Pass(claim.round, None if is_kept else more))
+        worker.is_wanting = more is not None and not is_kept
+        worker.send(frames.Decline(claim.round, None if is_kept else more))
         return is_kept
 
     def _share(self, claim: frames.Claim) -> BatchShare:
@@ -91,8 +92,8 @@ class Wants:
         )
 
 
-def _listens(instance: Instance) -> bool:
-    return instance.is_ready and not instance.is_leaving
+def _listens(worker: WorkerPlace) -> bool:
+    return worker.is_ready and not worker.is_leaving
 
 
 def _want(queued: Queued) -> frames.Want:

@@ -262,7 +262,7 @@ class Worker:
             link.memory.spill.release(frame.offsets)
         elif isinstance(frame, frames.Want):
             self._share().wanted(link.number, _queued(frame))
-        elif isinstance(frame, frames.Pass):
+        elif isinstance(frame, frames.Decline):
             more = None if frame.more is None else _queued(frame.more)
             self._share().passed(link.number, frame.round, more)
         elif isinstance(frame, frames.MapSlab):

@@ -9,7 +9,7 @@ the first, OpenFront, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, Stop
     worker → core   WorkerReady, StartFailed, Leaving
-    shard → worker  Hello, MapSlab, Want, Dispatch, Pass, Release
+    shard → worker  Hello, MapSlab, Want, Dispatch, Decline, Release
     worker → shard  Claim, Done, BatchFailed, Leaving
     core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
     front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
@@ -155,7 +155,7 @@ class Dispatch(Frame, tag="run"):
     more: Want | None = None
 
 
-class Pass(Frame, tag="pass"):
+class Decline(Frame, tag="pass"):
     """The answer to a Claim of a shard that has nothing to give, except `more`."""
 
     round: int
@@ -164,7 +164,7 @@ class Pass(Frame, tag="pass"):
 
 class Claim(Frame, tag="clm"):
     """A slot is free: the shard answers with a Dispatch, within a `serving.shares.Share`, or with
-    Pass."""
+    Decline."""
 
     round: int
     max_rows: int
@@ -275,12 +275,17 @@ class OpenFront(Frame, tag="open"):
     logs_requests: bool = False
     # The TLS files; None: plain text.
     tls: TlsConfig | None = None
+    # Number of a shard; None: a front, which has no models. A third descriptor is its listener.
+    shard: int | None = None
+    # For a shard: requests per second of the API keys that have a limit.
+    rates: dict[bytes, float] = {}
 
 
 class SetKeys(Frame, tag="keys"):
-    """The API keys have changed; `keys` as in OpenFront."""
+    """The API keys have changed; fields as in OpenFront."""
 
     keys: dict[bytes, tuple[str, ...]]
+    rates: dict[bytes, float] = {}
 
 
 class Listening(Frame, tag="lis"):
@@ -375,18 +380,212 @@ class Drain(Frame, tag="drn"):
     """The server is shutting down: close each connection after its next answer."""
 
 
+# Between the core, which supervises the workers of a model, and a shard, which batches its
+# requests. With one shard both are in one process and hand these over without encoding them.
+
+
+class ModelProved(Frame, tag="prv"):
+    """All workers of a model are ready for the first time: what their trial runs showed, and the
+    warm durations of each (see WorkerReady)."""
+
+    proof: Proof
+    load_s: float
+    needs_requests: bool
+    timings: tuple[dict[int, float], ...]
+    bucket_timings: tuple[dict[int, dict[int, float]], ...]
+
+
+class SetWorker(Frame, tag="setw"):
+    """The instance `index` has a ready worker, its `life`, with warm durations. To another process
+    it comes with the descriptor of the socket to that worker."""
+
+    index: int
+    life: int
+    timings: dict[int, float] = {}
+
+
+class Died(Frame, tag="died"):
+    """A worker that shards knew has died. Each answers with Lost and keeps what it lost."""
+
+    index: int
+    life: int
+    reason: str
+
+
+class Lost(Frame, tag="lost"):
+    """What a shard lost with a worker. If it is one request, `body` is its fingerprint and `key`
+    its API key's digest; `lost_with` is the instance that it was lost with before, in company."""
+
+    life: int
+    num_requests: int = 0
+    body: bytes = b""
+    key: bytes = b""
+    lost_with: int | None = None
+
+
+class Verdict(Frame, tag="vdct"):
+    """What a worker's death means: `is_excused` if a request is to blame, rather than the model;
+    `is_pinned` if only one was lost. If the core `awaits_answer`, it wants to hear of the next
+    answer of any worker."""
+
+    life: int
+    is_excused: bool
+    is_pinned: bool
+    awaits_answer: bool
+
+
+class SetQuarantine(Frame, tag="qtn"):
+    """The ends of all quarantines of a model, by fingerprint and by API key."""
+
+    bodies: dict[bytes, float]
+    keys: dict[bytes, float]
+
+
+class SetReason(Frame, tag="why"):
+    """Why the last worker ended."""
+
+    text: str
+
+
+class TryGranted(Frame, tag="try"):
+    """The answer to MayTry, once a suspect may run. The grant ends with Tried."""
+
+
+class Answered(Frame, tag="answ"):
+    """A worker has answered, after a Verdict that awaits it."""
+
+
+class MayTry(Frame, tag="may"):
+    """A shard has a suspect to run, which may kill its worker. `is_patient`: it can wait for a
+    spare worker."""
+
+    is_patient: bool
+
+
+class Tried(Frame, tag="trd"):
+    """A suspect has ended, or there is none any more."""
+
+
+class Hung(Frame, tag="hung"):
+    """A worker takes too long over a batch."""
+
+    index: int
+    life: int
+
+
+class Left(Frame, tag="left"):
+    """A leaving worker has answered all that this shard sent."""
+
+    index: int
+    life: int
+
+
+ToPartMessage = ModelProved | SetWorker | Died | Verdict | SetQuarantine | SetReason | TryGranted
+FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left
+
+
+class ToPart(Frame, tag="tpt"):
+    """A message of the core about one stage of a model, to a shard in another process."""
+
+    part: int
+    message: ToPartMessage
+
+
+class FromPart(Frame, tag="fpt"):
+    """A shard's message about one stage of a model."""
+
+    part: int
+    message: FromPartMessage
+
+
+class OpenModel(Frame, tag="opm"):
+    """Prepare to serve a version of a model; `parts` number its stages."""
+
+    model: int
+    config: ModelConfig
+    parts: tuple[int, ...]
+
+
+class Publish(Frame, tag="pub"):
+    """All models that requests may use, by name. `failures` could not be loaded, and why; `awaited`
+    are loading. A later `epoch` replaces an earlier one."""
+
+    epoch: int
+    models: dict[str, tuple[int, ...]]
+    failures: dict[str, tuple[str, ...]]
+    awaited: tuple[str, ...]
+
+
+class DrainModel(Frame, tag="drm"):
+    """Answer when everything that the model has admitted is answered."""
+
+    model: int
+
+
+class RetireModel(Frame, tag="ret"):
+    """Close a model; requests that are still queued get an error."""
+
+    model: int
+
+
+class ReadModels(Frame, tag="rdm"):
+    """Answer with the statistics of all models, as `serving.shard.ModelReading` by number."""
+
+
+class ExplainModel(Frame, tag="exm"):
+    """Answer with the explanation of a model."""
+
+    model: int
+
+
+class Lease(Frame, tag="lea"):
+    """A shard wants this many tokens of a key's request rate; a negative number gives some back."""
+
+    key: bytes
+    amount: int
+
+
+class Leased(Frame, tag="lead"):
+    """Tokens for a shard, at most as many as it wanted; more are there in `wait_s`."""
+
+    key: bytes
+    amount: int
+    wait_s: float
+
+
+ShardQuestion = OpenModel | Publish | DrainModel | RetireModel | ReadModels | ExplainModel
+
+
+class AskShard(Frame, tag="asks"):
+    """A question to a shard: the one piece of `parcel` is an encoded ShardQuestion."""
+
+    call: int
+    parcel: Parcel
+
+
+class ShardAnswer(Frame, tag="anss"):
+    """The answer is the one piece of `parcel`; `error`: there is none, and why."""
+
+    call: int
+    parcel: Parcel
+    error: str = ""
+
+
 ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
-ShardToWorker = Hello | MapSlab | Want | Dispatch | Pass | Release
+ShardToWorker = Hello | MapSlab | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Done | BatchFailed | Leaving
-FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong
-ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop
+FromShard = FromPart | ShardAnswer | Lease
+ToShard = ToPart | AskShard | Release | Leased
+FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
+ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_shard_to_worker = msgspec.msgpack.Decoder(ShardToWorker).decode
 decode_worker_to_shard = msgspec.msgpack.Decoder(WorkerToShard).decode
+decode_shard_question = msgspec.msgpack.Decoder(ShardQuestion).decode
 decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
 decode_all_from_front = msgspec.msgpack.Decoder(list[FromFront]).decode
 decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode

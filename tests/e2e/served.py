@@ -97,8 +97,9 @@ class Served:
         return self._running("penstock.serving.worker")
 
     def http_fronts(self) -> list[psutil.Process]:
-        """Those that take connections by now."""
+        """HTTP fronts or shards that take connections by now."""
         found = self._running("penstock.protocols.http_front")
+        found += self._running("penstock.protocols.shard_main")
         return [each for each in found if num_sockets(each, psutil.CONN_LISTEN)]
 
     def _running(self, module: str) -> list[psutil.Process]:

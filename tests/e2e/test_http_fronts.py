@@ -1,4 +1,4 @@
-"""A real server whose HTTP is answered by front processes."""
+"""A real server whose HTTP is answered by front processes or by shards."""
 
 import asyncio
 import contextlib
@@ -56,16 +56,22 @@ def serve(repository: Path, *flags: str) -> Served:
     return Served(repository, *control, *loaded, *keys, *flags)
 
 
+@pytest.fixture(scope="module", params=["--fronts", "--shards"])
+def flag(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(repository: Path) -> Iterator[Served]:
+def alone(repository: Path, flag: str) -> Iterator[Served]:
+    """For each kind, since tests load models."""
     served = serve(repository)
     yield served
     assert served.terminate() == 0
 
 
 @pytest.fixture(scope="module")
-def fronted(repository: Path) -> Iterator[Served]:
-    served = serve(repository, "--fronts", "2")
+def fronted(repository: Path, flag: str) -> Iterator[Served]:
+    served = serve(repository, flag, "2")
     assert len(served.http_fronts()) == 2
     yield served
     assert served.terminate() == 0
@@ -193,10 +199,8 @@ def metrics(served: Served) -> bytes:
 def test_metrics_know_the_fronts_and_how_many_clients_each_has(fronted: Served):
     names = set(re.findall(rb"^# TYPE (\S+)", metrics(fronted), re.M))
     assert b"penstock_front_connections" in names
-    processes = re.findall(
-        rb'^penstock_process_cpu_seconds{process="http_front",front="(.)"}', metrics(fronted), re.M
-    )
-    assert processes == [b"1", b"2"]
+    cpu = rb'^penstock_process_cpu_seconds{process="(?:http_front|shard)",front="(.)"}'
+    assert re.findall(cpu, metrics(fronted), re.M) == [b"1", b"2"]
     clients = []
     for _ in range(32):
         client = http.client.HTTPConnection("127.0.0.1", fronted.port)
@@ -236,10 +240,10 @@ def test_tritonclient_gets_its_own_bits_back(fronted: Served, count: int):
             np.testing.assert_array_equal(answer.get_result().as_numpy("OUTPUT0"), values)
 
 
-def test_a_killed_front_takes_only_its_own_connections_along(tmp_path: Path):
+def test_a_killed_front_takes_only_its_own_connections_along(tmp_path: Path, flag: str):
     # Requests may wait for as long as the machine makes them.
     patient = "default_queue_policy { default_timeout_microseconds: 60000000 }"
-    served = Served(null_model(tmp_path, "model", batching=patient, a_ms=1), "--fronts", "2")
+    served = Served(null_model(tmp_path, "model", batching=patient, a_ms=1), flag, "2")
     victim, survivor = served.http_fronts()
     workers = {worker.pid for worker in served.workers()}
 
@@ -276,8 +280,8 @@ def wait_for_two(served: Served, killed: int) -> None:
         time.sleep(0.05)
 
 
-def test_fronts_die_with_the_core(tmp_path: Path):
-    served = Served(null_model(tmp_path, "m"), "--fronts", "2")
+def test_fronts_die_with_the_core(tmp_path: Path, flag: str):
+    served = Served(null_model(tmp_path, "m"), flag, "2")
     processes = served.processes()
     assert len(processes) == 4, "worker, two fronts and reaper"
     served.process.kill()

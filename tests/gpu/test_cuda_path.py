@@ -181,7 +181,7 @@ def test_served_by_one_worker(config, num_instances):
     async def main() -> None:
         model = Model(served)
         await model.start()
-        (worker,) = model.instances
+        (worker,) = model.host.instances
         assert worker.ready is not None and worker.ready.built["slots"] == str(num_instances)
         assert worker.ready.built["cuda_graphs"] == "5"
         requests = []

@@ -262,13 +262,13 @@ def test_a_model_runs_on_every_gpu_at_the_same_time():
     async def scenario(stage):
         await stage.load(on_gpus(2, "cuda", "cuda"))
         model = stage.catalog.find("echo")
-        assert [each.device for each in model.instances] == ["cuda:0", "cuda:1"]
-        assert [each.ready.built["device"] for each in model.instances] == ["cuda:0", "cuda:1"]
+        assert [each.device for each in model.host.instances] == ["cuda:0", "cuda:1"]
+        assert [each.ready.built["device"] for each in model.host.instances] == ["cuda:0", "cuda:1"]
         requests = [ask(number) for number in range(16)]
         for request in requests:
             model.submit(request)
         await settle()
-        assert [len(each.batches) for each in model.instances] == [2, 2], "each got 2 of 4 batches"
+        assert [len(each.batches) for each in model.workers] == [2, 2], "each got 2 of 4 batches"
         await stage.puppets.step_all()
         answers = [request.sink.outputs[0]["y"].tolist() for request in requests]
         assert answers == [[[number]] for number in range(16)]
@@ -285,7 +285,7 @@ def test_a_gpu_that_has_nothing_comes_first():
         for number in range(3):
             model.submit(ask(number))
             await settle()
-        assert [len(each.batches) for each in model.instances] == [2, 1]
+        assert [len(each.batches) for each in model.workers] == [2, 1]
         await stage.puppets.step_all()
 
     run(scenario)
@@ -297,8 +297,8 @@ def test_a_worker_that_died_comes_back_on_its_gpu():
         model = stage.catalog.find("echo")
         stage.puppets.alive[0].kill()
         await stage.puppets.step_all()
-        assert model.instances[0].num_restarts == 1
-        assert model.instances[0].ready.built["device"] == "cuda:1"
+        assert model.host.instances[0].num_restarts == 1
+        assert model.host.instances[0].ready.built["device"] == "cuda:1"
 
     run(scenario)
 

@@ -196,7 +196,7 @@ def test_lengths_of_one_bucket_share_a_batch_and_answers_keep_their_own():
         assert any("42 % of their bytes" in note for note in model.explain().notes)
         # 3, 16, 5 and 9 in the bucket of 16; 40 in that of 64; 2 in its own.
         assert model.metrics.batch_sizes == {4: 1, 1: 2}
-        assert model.readiness.notes == ()
+        assert model.host.notes == ()
 
     run(PADDED, scenario)
 
@@ -315,7 +315,7 @@ def test_a_model_whose_rows_influence_each_other_runs_one_request_at_a_time(tmp_
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
         assert model.metrics.batch_sizes == {1: 5}
-        served, padded = model.readiness.notes
+        served, padded = model.host.notes
         assert "one request at a time: answers depend on what else is in the batch" in served
         assert padded == "not padded: the model is not batched"
 
@@ -326,7 +326,7 @@ def test_an_slo_that_was_not_kept_is_told_at_load(caplog):
     config = replace(FIXED, unkept_slo="p99 < 20ms (missed)")
 
     async def scenario(model, puppets):
-        [note] = model.readiness.notes
+        [note] = model.host.notes
         assert note.startswith("the evidence says that the SLO was not kept: p99 < 20ms (missed)")
 
     with caplog.at_level("WARNING"):
@@ -655,7 +655,7 @@ def test_who_kills_its_worker_twice_fails_alone(monkeypatch):
         await settle()
         puppets.alive[0].kill()
         await settle()
-        while not puppets.alive[0].has_work or not model.instances[0].batches:
+        while not puppets.alive[0].has_work or not model.workers[0].batches:
             puppets.alive[0].step()
             await settle()
         puppets.alive[0].kill("was killed by SIGSEGV")
@@ -695,7 +695,7 @@ class TestSharedWorker:
                 model.submit(request)
                 await settle()
             assert len(puppets.alive) == 1
-            (worker,) = model.instances
+            (worker,) = model.workers
             assert [len(flight.requests) for flight in worker.batches] == [1, 1]
             assert model.num_waiting == 1 and model.num_running == 2
             await puppets.step_all()
@@ -730,10 +730,10 @@ class TestSharedWorker:
             puppets.alive[0].kill()
             await settle()
             model.submit(requests[2])
-            while not puppets.alive[0].has_work or not model.instances[0].batches:
+            while not puppets.alive[0].has_work or not model.workers[0].batches:
                 puppets.alive[0].step()
                 await settle()
-            (flight,) = model.instances[0].batches
+            (flight,) = model.workers[0].batches
             assert flight.requests == [requests[0]]
             puppets.alive[0].kill("was killed by SIGSEGV")
             while not all(request.is_done for request in requests):
@@ -751,12 +751,12 @@ class TestSharedWorker:
             await settle()
             puppets.alive[0].kill()
             await settle()
-            while not model.instances[0].batches:
+            while not model.workers[0].batches:
                 puppets.alive[0].step()
                 await settle()
             model.submit(second)
             await settle()
-            assert [flight.requests for flight in model.instances[0].batches] == [[first]]
+            assert [flight.requests for flight in model.workers[0].batches] == [[first]]
             await puppets.step_all()
             assert [first.sink.error, second.sink.error] == [None, None]
 
@@ -1380,7 +1380,7 @@ def test_requests_wait_for_a_worker_as_long_as_one_may_be_loading(load_s, patien
         for seconds, is_refused in ((patience_s - 0.1, False), (0.2, True)):
             clock.advance(seconds)
             # As the supervisor does, twice a second.
-            model.readiness.hang_limit_s(model.instances[0])
+            model.readiness.tick()
             assert request.is_done is is_refused
             # Its successors die while they load; no request waits longer for that.
             for loading in puppets.alive:
@@ -1449,7 +1449,7 @@ class Waiting:
         model.submit(request)
 
     def pass_time(self, model: Model, seconds: float) -> None:
-        part = 0 if any(instance.is_idle for instance in model.instances) else 1
+        part = 0 if any(worker.is_idle for worker in model.workers) else 1
         for request in self.sent:
             if request.ticket.queue is not None:
                 self.expected[request][part] += seconds
@@ -1757,8 +1757,8 @@ class Poisoned:
     def _kill(self) -> int:
         """Returns how many died now."""
         num_before = self.num_killed
-        for instance in self.model.instances:
-            running = {each for flight in instance.batches for each in flight.requests}
+        for instance, link in zip(self.model.host.instances, self.model.workers, strict=True):
+            running = {each for flight in link.batches for each in flight.requests}
             if instance.child is not None and running & self._deadly:
                 instance.child.life.was_killed_outside = self._is_outside
                 instance.child.life.kill("was killed by SIGSEGV")
@@ -1841,8 +1841,8 @@ def test_deaths_that_a_request_caused_restart_at_once_and_count_as_no_crash_loop
                 poison = poisoned.send(100 + number, kills=True)
                 await poisoned.run()
                 assert isinstance(poison.sink.error, BackendFailed)
-                assert [each.is_ready for each in poisoned.model.instances] == [True, True]
-                assert [each.crashes.num_deaths for each in poisoned.model.instances] == [0, 0]
+                assert [each.is_ready for each in poisoned.model.host.instances] == [True, True]
+                assert [each.crashes.num_deaths for each in poisoned.model.host.instances] == [0, 0]
             assert poisoned.num_killed == 40
 
     asyncio.run(main())
@@ -1857,7 +1857,7 @@ def test_a_death_in_company_is_excused_once_the_culprit_is_found():
                 await poisoned.run()
                 errors = [type(request.sink.error) for request in requests]
                 assert errors == [type(None), BackendFailed, type(None), type(None)]
-                assert [each.crashes.num_deaths for each in poisoned.model.instances] == [0, 0]
+                assert [each.crashes.num_deaths for each in poisoned.model.host.instances] == [0, 0]
             assert poisoned.num_killed == 40
 
     asyncio.run(main())
@@ -1872,7 +1872,7 @@ def test_a_model_that_dies_on_any_request_backs_off_and_blames_nobody():
                 await poisoned.run()
                 requests.append(poisoned.send(100 + len(requests), kills=True))
                 assert len(requests) < 20
-            (instance,) = poisoned.model.instances
+            (instance,) = poisoned.model.host.instances
             assert instance.crashes.delay_s > 0
             assert not any(isinstance(each.sink.error, Quarantined) for each in requests)
 
@@ -1939,7 +1939,7 @@ def test_each_of_several_keys_is_quarantined_after_its_own_five_deaths():
                     break
             assert set(refused) == set(keys)
             assert poisoned.num_killed <= 6 * len(keys)
-            backoffs_s = [each.crashes.delay_s for each in poisoned.model.instances]
+            backoffs_s = [each.crashes.delay_s for each in poisoned.model.host.instances]
             assert max(backoffs_s) < 5, "others must not wait long for a worker"
             other = poisoned.send(1, key=b"team-d")
             while other.sink.num_final == 0:
@@ -1997,15 +1997,15 @@ def test_a_spare_takes_the_place_of_a_worker_that_a_request_killed(caplog):
                 poisoned.send(100 + number, kills=True)
                 await poisoned.run()
                 await poisoned.answer_some()
-                assert len(puppets.alive) == 3 and len(model.instances) == 2
-            assert [each.index for each in model.instances] == [0, 1]
+                assert len(puppets.alive) == 3 and len(model.host.instances) == 2
+            assert [each.index for each in model.host.instances] == [0, 1]
             assert model.num_running == 0 and model.is_ready
             # With a spare the place is never empty, so nothing has to wait for a load.
-            spare_lives = set(puppets.alive) - {each.child.life for each in model.instances}
+            spare_lives = set(puppets.alive) - {each.child.life for each in model.host.instances}
             assert len(spare_lives) == 1
             spare_lives.pop().kill()
             await poisoned.run()
-            assert len(puppets.alive) == 2 and all(each.is_ready for each in model.instances)
+            assert len(puppets.alive) == 2 and all(each.is_ready for each in model.host.instances)
 
     asyncio.run(main())
     assert "a spare takes over" in caplog.text and "lost its spare worker" in caplog.text
@@ -2058,10 +2058,10 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
             # A new poison kills one of them; its next worker is not let load.
             poison = poisoned.send(101, kills=True)
             await settle()
-            (dead,) = [each for each in model.instances if each.batches]
+            (dead,) = [model.host.instances[each.index] for each in model.workers if each.batches]
             dead.child.life.kill("was killed by SIGSEGV")
             await settle()
-            (left,) = [each for each in model.instances if each.is_ready]
+            (left,) = [each for each in model.host.instances if each.is_ready]
             assert not poison.is_done and model.num_running == 0 and model.num_waiting == 1
             for number in range(5):
                 other = poisoned.send(200 + number)

@@ -65,7 +65,7 @@ def run(scenario, config: ModelConfig = CONFIG) -> None:
             await model.start()
             await scenario(model)
         finally:
-            pids = [instance.pid for instance in model.instances if instance.pid]
+            pids = [instance.pid for instance in model.host.instances if instance.pid]
             await model.close()
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
@@ -78,7 +78,7 @@ def test_a_worker_is_a_process_of_its_own_and_computes():
         model.submit(request)
         await until(lambda: request.is_done)
         assert request.sink.outputs[0]["y"].tolist() == [[1, 1, 2, 3]]
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         assert instance.pid not in (0, os.getpid())
         assert instance.ready.timings.keys() == {1, 2, 4, 8}, "every rung is warm"
 
@@ -112,19 +112,19 @@ def test_a_restart_that_cannot_load_the_model_says_why(tmp_path: Path, caplog):
     file.write_text(good)
 
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         file.write_text("def infer(:\n")
         os.kill(instance.pid, signal.SIGKILL)
         await until(lambda: "worker cannot load the model: 1/model.py: line 1: " in caplog.text)
         file.write_text(good)
-        await until(lambda: model.instances[0].is_ready)
+        await until(lambda: model.host.instances[0].is_ready)
 
     run(scenario, replace(CONFIG, backend="python", artifact=str(file), options={}))
 
 
 def test_kill_9_loses_nothing_and_the_worker_comes_back():
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         first_pid = instance.pid
         requests = [ask(i) for i in range(5)]
         for request in requests:
@@ -165,7 +165,7 @@ def test_a_hang_is_killed_after_its_limit():
 
 def test_a_stopped_process_counts_as_a_hang():
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         os.kill(instance.pid, signal.SIGSTOP)
         request = ask(1)
         model.submit(request)
@@ -180,7 +180,7 @@ def test_descriptors_do_not_leak_over_restarts():
         return len(os.listdir("/proc/self/fd"))
 
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         counts = []
         for _ in range(3):
             pid = instance.pid
@@ -201,7 +201,7 @@ def no_process(*_: object, **__: object) -> None:
 )
 def test_a_restart_that_fails_is_tried_again_and_leaves_nothing(call, monkeypatch):
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         before = len(os.listdir("/proc/self/fd"))
         pid = instance.pid
         others = [each for each in psutil.Process().children() if each.pid != pid]
@@ -219,7 +219,7 @@ def test_a_restart_that_fails_is_tried_again_and_leaves_nothing(call, monkeypatc
 
 def test_a_worker_that_cannot_be_told_what_to_load_is_started_again(monkeypatch):
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         pid = instance.pid
         with monkeypatch.context() as patch:
             patch.setattr("socket.send_fds", no_room)
@@ -256,7 +256,7 @@ def test_model_code_sees_no_secrets_of_the_server_but_what_it_asks_for(
         assert {"MODEL_TOKEN", "OMP_NUM_THREADS", "PATH", "CUDA_DEVICE_ORDER"} <= set(names)
         assert "hidden" not in (tmp_path / "child").read_text()
         assert "MODEL_TOKEN=wanted" in (tmp_path / "child").read_text()
-        initial = Path(f"/proc/{model.instances[0].pid}/environ").read_bytes()
+        initial = Path(f"/proc/{model.host.instances[0].pid}/environ").read_bytes()
         assert b"hidden" not in initial
 
     config = replace(CONFIG, backend="python", artifact=str(tmp_path / "model.py"), options={})
@@ -272,7 +272,7 @@ def test_a_worker_that_does_not_load_again_in_time_is_killed_and_tried_again(tmp
     )
 
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         (tmp_path / "wait").touch()
         os.kill(instance.pid, signal.SIGKILL)
         await until(lambda: instance.num_restarts >= 2)
@@ -295,16 +295,16 @@ def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
         assert isinstance(request.sink.error, BackendFailed)
 
     async def scenario(model):
-        (instance,) = model.instances
+        (instance,) = model.host.instances
         assert workers() == {instance.pid}
         await poison(model, 1)
         # How many spares are wanted depends on how long they take to start.
-        await until(lambda: model.supervisor.spares.has_all)
-        spares = workers() - {model.instances[0].pid}
+        await until(lambda: model.host.supervisor.spares.has_all)
+        spares = workers() - {model.host.instances[0].pid}
         await poison(model, 2)
         # A spare took over after the first death, and died of the same request.
         assert spares - workers()
-        await until(lambda: model.supervisor.spares.has_all)
+        await until(lambda: model.host.supervisor.spares.has_all)
         request = ask(1)
         model.submit(request)
         await until(lambda: request.is_done)
@@ -329,7 +329,7 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
         "async def main():\n"
         "    model = Model(CONFIG)\n"
         "    await model.start()\n"
-        "    print(model.instances[0].pid, flush=True)\n"
+        "    print(model.host.instances[0].pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )

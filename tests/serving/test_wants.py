@@ -19,6 +19,7 @@ from waiting import until
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.processes.life import ProcessLife
+from penstock.serving.core_link import ShardSetup
 from penstock.serving.model import Model
 from penstock.types import Request, TensorSpec, from_array
 
@@ -61,17 +62,17 @@ def run(config: ModelConfig, scenario, sees_idle: Callable[[int], bool] = NEVER,
 
     async def main() -> None:
         puppets = Puppets()
-        models = [Model(config, start_life=puppets, sees_idle=sees_idle)]
+        models = [Model(config, start_life=puppets, shard=ShardSetup(sees_idle=sees_idle))]
         starting = asyncio.ensure_future(models[0].start())
         await puppets.step_all()
         await starting
-        (life,), ready = puppets.alive, models[0].instances[0].ready
+        (life,), ready = puppets.alive, models[0].host.instances[0].ready
 
         def lend(loop, on_death):
             return LentLife(loop, on_death, life, ready)
 
         for _ in range(num_lent):
-            models.append(Model(config, start_life=lend, sees_idle=sees_idle))
+            models.append(Model(config, start_life=lend, shard=ShardSetup(sees_idle=sees_idle)))
             await models[-1].start()
         await puppets.step_all()
         try:
@@ -126,11 +127,11 @@ def test_an_idle_worker_gets_a_batch_unasked():
         request = ask(1)
         models[1].submit(request)
         await settle()
-        assert len(models[1].instances[0].batches) == 1, "sent without a claim"
+        assert len(models[1].workers[0].batches) == 1, "sent without a claim"
         late = ask(2)
         models[1].submit(late)
         await settle()
-        assert len(models[1].instances[0].batches) == 1, "one at a time"
+        assert len(models[1].workers[0].batches) == 1, "one at a time"
         await all_done([request, late], puppets)
         check(request, 1), check(late, 2)
 
@@ -154,7 +155,7 @@ def test_a_shard_that_goes_leaves_the_others_alone():
         for number, request in enumerate(requests):
             models[number % 2].submit(request)
         await settle()
-        models[1].instances[0].close_link()
+        models[1].workers[0].close()
         await all_done(requests[::2], puppets)
         check(requests[0], 0), check(requests[2], 2)
 
@@ -212,15 +213,15 @@ def test_a_worker_process_of_two_shards_is_shared_and_its_death_survived():
             return lives[-1]
 
         def lend(loop, on_death):
-            (instance,) = owner.instances
+            (instance,) = owner.host.instances
             if not instance.is_ready:
                 raise BlockingIOError(11, "the worker is not back yet")
             lent.append(LentLife(loop, on_death, lives[-1], instance.ready))
             return lent[-1]
 
-        owner = Model(CONFIG, start_life=start, sees_idle=NEVER)
+        owner = Model(CONFIG, start_life=start, shard=ShardSetup(sees_idle=NEVER))
         await owner.start()
-        borrower = Model(CONFIG, start_life=lend, sees_idle=NEVER)
+        borrower = Model(CONFIG, start_life=lend, shard=ShardSetup(sees_idle=NEVER))
         await borrower.start()
         for attempt in range(2):
             requests = [ask(number) for number in range(40)]
@@ -229,7 +230,7 @@ def test_a_worker_process_of_two_shards_is_shared_and_its_death_survived():
                 if attempt == 1 and number == 20:
                     os.kill(lives[-1].pid, signal.SIGKILL)
                     # The core notices first.
-                    await until(lambda: not owner.instances[0].is_ready)
+                    await until(lambda: not owner.host.instances[0].is_ready)
                     lent[-1].kill()
                 await asyncio.sleep(0)
             await until(lambda requests=requests: all(each.is_done for each in requests))

@@ -244,7 +244,7 @@ def test_a_want_is_answered_with_a_claim():
         assert all(isinstance(claim, frames.Claim) and claim.max_rows >= 3 for claim in claims)
         assert sum(claim.max_rows for claim in claims) == 32
         shards[0].dispatch([(0, 0, 3)], round=claims[0].round)
-        shards[1].send(frames.Pass(claims[1].round))
+        shards[1].send(frames.Decline(claims[1].round))
         worker.step()
         (done,) = dones(shards[0])
         assert done.total_rows == 0 and shards[1].receive() == []
@@ -370,7 +370,7 @@ class Story:
         count = min(len(free), self._random.randint(1, most))
         if not count:
             if round:
-                shard.send(frames.Pass(round))
+                shard.send(frames.Decline(round))
             return
         runs, numbers = [], []
         for _ in range(count):
@@ -399,7 +399,7 @@ class Story:
         for frame in shard.receive():
             if isinstance(frame, frames.Claim):
                 if self._random.random() < 0.3:
-                    shard.send(frames.Pass(frame.round))
+                    shard.send(frames.Decline(frame.round))
                 else:
                     self._offer(shard, frame.round, frame.max_rows)
                 continue

@@ -72,8 +72,8 @@ SHARD_TO_WORKER = [
     ),
     frames.Dispatch(8, (), requests=(PART, PART)),
     frames.Dispatch(9, (), (), 0, (PART,), "extents", True, 77, 3, WANT),
-    frames.Pass(3),
-    frames.Pass(3, frames.Want(())),
+    frames.Decline(3),
+    frames.Decline(3, frames.Want(())),
     frames.Release((0, 64)),
 ]
 WORKER_TO_SHARD = [
@@ -89,6 +89,10 @@ PIECE = frames.TensorHeader("x", "FP32", (1, 2), 8)
 INLINE = frames.Parcel((PIECE,), b"12345678")
 AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
 FROM_FRONT = [
+    frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
+    frames.FromPart(3, frames.MayTry(True)),
+    frames.Lease(b"key", -3),
+    frames.ShardAnswer(9, frames.Parcel((), b"answer"), "an error"),
     frames.Listening(frames.VERSION, 8001),
     frames.StartFailed(("cannot listen",)),
     frames.Infer(1, "m", "2", 0.5, INLINE),
@@ -101,6 +105,12 @@ FROM_FRONT = [
     frames.Pong(7),
 ]
 TO_FRONT = [
+    frames.ToPart(3, frames.SetWorker(1, 7, {1: 0.5, 8: 0.75})),
+    frames.ToPart(3, frames.Verdict(7, True, False, True)),
+    frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
+    frames.Leased(b"key", 3, 0.5),
+    frames.AskShard(9, frames.Parcel((), b"question")),
+    frames.Release((64,)),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, {b"\xff\0": ("infer", "admin")}),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, limits=HttpLimits(7), hosts=("a",)),
@@ -149,6 +159,22 @@ def test_a_frame_is_read_as_it_was_written(decode: Any, frame: frames.Frame) -> 
     copy = decode(frames.encode(frame))
     assert type(copy) is type(frame)
     assert copy == frame
+
+
+QUESTIONS = [
+    frames.OpenModel(5, FULL_CONFIG, (6, 7)),
+    frames.Publish(2, {"m": (5,)}, {"bad": ("why",)}, ("soon",)),
+    frames.DrainModel(5),
+    frames.RetireModel(5),
+    frames.ReadModels(),
+    frames.ExplainModel(5),
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda each: type(each).__name__)
+def test_a_question_to_a_shard_is_read_as_it_was_written(question: frames.Frame) -> None:
+    assert frames.decode_shard_question(frames.encode(question)) == question
+    assert {type(each) for each in QUESTIONS} == set(frames.ShardQuestion.__args__)
 
 
 def test_every_frame_of_every_direction_is_covered_here() -> None:
@@ -264,7 +290,7 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
             frames.Want((5,), (), 0.5, 2, 0, "g", 2.5),
             "99a477616e74910590cb3fe00000000000000200a167cb400400000000000000",
         ),
-        (frames.decode_shard_to_worker, frames.Pass(3), "93a47061737303c0"),
+        (frames.decode_shard_to_worker, frames.Decline(3), "93a47061737303c0"),
         (frames.decode_shard_to_worker, frames.Release((0, 64)), "92a372656c920040"),
         (
             frames.decode_worker_to_shard,

@@ -1,0 +1,80 @@
+"""How the core and a shard talk about one model.
+
+The core has the model's workers (`ModelHost`), a shard has its requests (`Model`). With one shard,
+both are on one event loop and call each other directly. Messages are frames of `wire.frames`, so
+shards in processes of their own can send them.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
+from penstock.wire import frames
+
+
+class ModelPart(Protocol):
+    """A shard's part of a model, as the core calls it."""
+
+    def open_model(self, proved: frames.ModelProved) -> None:
+        """Accept requests from now on."""
+
+    def load_failed(self, problems: Sequence[str]) -> None: ...
+
+    def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
+        """Use a ready worker; takes over the socket to it."""
+
+    def died(self, died: frames.Died) -> None:
+        """Answer with `CoreLink.lost`; `verdict` follows."""
+
+    def verdict(self, verdict: frames.Verdict) -> None: ...
+
+    def set_quarantine(self, quarantine: frames.SetQuarantine) -> None: ...
+
+    def set_reason(self, reason: str) -> None:
+        """Note why the last worker ended."""
+
+    def may_try(self) -> None:
+        """A suspect may run now; see `CoreLink.may_try`."""
+
+    def tick(self) -> None:
+        """Do periodic work."""
+
+
+class CoreLink(Protocol):
+    """The core, as a shard's part of a model calls it."""
+
+    def lost(self, lost: frames.Lost) -> None: ...
+
+    def answered(self) -> None:
+        """Report the first answer since a death with which requests were lost."""
+
+    def may_try(self, is_patient: bool) -> bool:
+        """Return whether a suspect may run now, which may kill its worker. If not, the core calls
+        `ModelPart.may_try` when it may. Only one part may at a time, until its `tried`."""
+
+    def tried(self) -> None:
+        """Report that a suspect has ended, or that there is none any more."""
+
+    def hung(self, index: int, life: int) -> None:
+        """Report that a worker takes too long over a batch."""
+
+    def left(self, index: int, life: int) -> None:
+        """Report that a leaving worker has answered everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSetup:
+    """What a model needs to know to be one of several shards' parts. `core` is in another process,
+    which has the workers and started them already; None: the workers are started here. `sees_idle`
+    as in `ModelContext`; `elsewhere` is what other shards have queued."""
+
+    core: CoreLink | None = None
+    sees_idle: Callable[[int], bool] | None = None
+    elsewhere: Elsewhere = NOTHING_ELSEWHERE
+
+
+ONLY_SHARD = ShardSetup()

@@ -1,0 +1,74 @@
+"""A model's metrics as plain values that travel between processes, and their sum. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.serving.metrics import BatchStatistics, Histogram, ModelMetrics
+
+# Attributes that are added up. Those of workers are the core's own.
+SUMMED = (
+    "num_success", "num_inferences", "num_executions", "fail_s", "padded_bytes", "padding_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramRecord:
+    counts: list[int]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRecord:
+    """What one shard has counted for one model."""
+
+    sums: dict[str, int | float]
+    num_failures: dict[str, int]
+    num_refused: dict[str, int]
+    phases: dict[str, HistogramRecord]
+    # By rows: number, and seconds of input, inference and output.
+    batches: dict[int, tuple[int, float, float, float]]
+    batch_tokens: HistogramRecord
+    last_inference: float
+
+
+def _histogram(histogram: Histogram) -> HistogramRecord:
+    return HistogramRecord(list(histogram.counts), histogram.total)
+
+
+def record(metrics: ModelMetrics) -> MetricsRecord:
+    return MetricsRecord(
+        {name: getattr(metrics, name) for name in SUMMED},
+        dict(metrics.num_failures),
+        dict(metrics.num_refused),
+        {name: _histogram(each) for name, each in metrics.phases.items()},
+        {
+            size: (each.count, each.input_s, each.infer_s, each.output_s)
+            for size, each in metrics.batches.items()
+        },
+        _histogram(metrics.batch_tokens),
+        metrics.last_inference,
+    )
+
+
+def add(metrics: ModelMetrics, counted: MetricsRecord) -> None:
+    """Add what a shard has counted."""
+    for name, value in counted.sums.items():
+        setattr(metrics, name, getattr(metrics, name) + value)
+    for counts, added in (
+        (metrics.num_failures, counted.num_failures),
+        (metrics.num_refused, counted.num_refused),
+    ):
+        for reason, count in added.items():
+            counts[reason] = counts.get(reason, 0) + count
+    histograms = [(metrics.phases[name], each) for name, each in counted.phases.items()]
+    for histogram, each in (*histograms, (metrics.batch_tokens, counted.batch_tokens)):
+        histogram.counts = [a + b for a, b in zip(histogram.counts, each.counts, strict=True)]
+        histogram.total += each.total
+    for size, (count, input_s, infer_s, output_s) in counted.batches.items():
+        batch = metrics.batches.setdefault(size, BatchStatistics())
+        batch.count += count
+        batch.input_s += input_s
+        batch.infer_s += infer_s
+        batch.output_s += output_s
+    metrics.last_inference = max(metrics.last_inference, counted.last_inference)

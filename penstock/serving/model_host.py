@@ -1,0 +1,368 @@
+"""The core's part of one model: its workers, its load state, and who is to blame for a death.
+
+Receives the supervisor's events and tells the shards' parts of the model (`core_link.ModelPart`),
+which have its requests. There is one for each model, however many shards there are. Runs on the
+core's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import ConfigError
+from penstock.processes.channel import socket_pair
+from penstock.processes.child import StartLife
+from penstock.serving.context import log_about
+from penstock.serving.core_link import ModelPart
+from penstock.serving.instance import Instance
+from penstock.serving.metrics import ModelMetrics
+from penstock.serving.proof import agreed
+from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, Quarantine
+from penstock.serving.served import ModelProcess
+from penstock.serving.supervisor import Supervisor
+from penstock.wire import frames
+
+log = logging.getLogger("penstock.model")
+
+HostState = Literal["LOADING", "READY", "UNAVAILABLE"]
+# A shard that has not said in this time what it lost with a worker has lost several requests.
+LOST_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Death:
+    """A worker's death until all shards have said what they lost with it. `conclude` takes whether
+    a request is to blame."""
+
+    instance: Instance
+    life: int
+    waiting_for: set[int]
+    conclude: Callable[[bool], None]
+    # For shards that stay silent.
+    timer: asyncio.TimerHandle
+    losses: list[frames.Lost] = field(default_factory=list)
+
+
+class ModelHost:
+    """The supervisor's listener. `parts` are the shards' parts of the model, by shard; references
+    to them are dropped by `stop`, so that an unloaded model is freed without the garbage
+    collector."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        start_life: StartLife,
+        clock: Callable[[], float],
+        metrics: ModelMetrics,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._metrics = metrics
+        self.supervisor = Supervisor(config, start_life)
+        # Replaced in place: a spare takes over from a dead worker.
+        self.instances: Sequence[Instance] = self.supervisor.instances
+        self._quarantine = Quarantine()
+        self._parts: dict[int, ModelPart] = {}
+        # Workers that the parts know, and the shards that have all answers of leaving workers.
+        self._known: set[int] = set()
+        self._left: dict[int, set[int]] = {}
+        self._deaths: dict[int, Death] = {}
+        # The shard that may run suspects, and those that want to, with their patience.
+        self._trying: int | None = None
+        self._wants_try: dict[int, bool] = {}
+        self.state: HostState = "LOADING"
+        self.reason = ""
+        # How the model is served and why, if its configuration does not say.
+        self.notes: tuple[str, ...] = ()
+        self._proved: frames.ModelProved | None = None
+        # Done when all instances are warm, or when loading failed and `_load_problems` is set. Not
+        # an exception of the future: model and traceback would keep each other alive.
+        self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._load_problems: Sequence[str] = ()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a worker can run a batch."""
+        return self.state == "READY" and any(each.is_ready for each in self.instances)
+
+    @property
+    def shown_state(self) -> str:
+        return "UNAVAILABLE" if self.state == "READY" and not self.is_ready else self.state
+
+    @property
+    def policy(self) -> BatchPolicy:
+        """How requests are batched, after what the workers proved."""
+        policy = self._config.batching
+        is_unbatched = self._proved is not None and self._proved.proof.unbatched
+        return replace(policy, is_dynamic=False) if is_unbatched else policy
+
+    @property
+    def processes(self) -> list[ModelProcess]:
+        return [each.process for each in self.instances]
+
+    def join(self, shard: int, part: ModelPart) -> None:
+        """Let a shard serve the model, now or once it is loaded."""
+        self._parts[shard] = part
+        if self._proved is not None:
+            self._introduce(shard, part, self._proved)
+
+    def leave(self, shard: int) -> None:
+        """Forget a shard that has ended, with the requests that it had."""
+        if self._parts.pop(shard, None) is None:
+            return
+        self._wants_try.pop(shard, None)
+        self.tried(shard)
+        for death in list(self._deaths.values()):
+            self._miss(death, shard)
+        for instance in self.instances:
+            self._let_go(instance)
+
+    async def load(self) -> None:
+        """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
+        self.supervisor.start(self)
+        await self._first_ready
+        if self._load_problems:
+            raise ConfigError(self._load_problems)
+
+    async def stop(self) -> None:
+        """Stop the workers after their current batches."""
+        await self.supervisor.stop()
+        self._parts.clear()
+        for death in self._deaths.values():
+            death.timer.cancel()
+
+    def instance_ready(self, instance: Instance) -> None:
+        assert instance.ready is not None
+        self._metrics.load_s = instance.ready.load_s
+        if self._proved is not None:
+            for shard, part in self._parts.items():
+                self._set_worker(shard, part, instance)
+        elif all(each.is_ready for each in self.instances) and not self._first_ready.done():
+            self._finish_load([each.ready for each in self.instances if each.ready is not None])
+
+    def instance_leaving(self, instance: Instance) -> None:
+        self._let_go(instance)
+
+    def instance_died(
+        self, instance: Instance, reason: str, conclude: Callable[[bool], None]
+    ) -> None:
+        if self.state == "READY" and not instance.is_spare:
+            self._metrics.num_restarts += 1
+            if not instance.is_leaving:
+                self._metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
+        self._left.pop(instance.life, None)
+        if instance.life not in self._known:
+            conclude(False)
+            return
+        self._known.discard(instance.life)
+        timer = asyncio.get_running_loop().call_later(LOST_S, self._miss_all, instance.life)
+        death = Death(instance, instance.life, set(self._parts), conclude, timer)
+        self._deaths[death.life] = death
+        if not self._parts:
+            self._conclude(death)
+        died = frames.Died(instance.index, death.life, reason)
+        for part in list(self._parts.values()):
+            part.died(died)
+
+    def load_failed(self, problems: Sequence[str]) -> None:
+        self.state = "UNAVAILABLE"
+        self.reason = "; ".join(problems)
+        for part in self._parts.values():
+            part.load_failed(problems)
+        if not self._first_ready.done():
+            self._load_problems = problems
+            self._first_ready.set_result(None)
+
+    def restarting(self, reason: str) -> None:
+        for part in self._parts.values():
+            part.set_reason(reason)
+
+    def tick(self) -> None:
+        self._quarantine.expire(self._clock())
+        for part in self._parts.values():
+            part.tick()
+        self._grant_try()
+
+    def lost(self, shard: int, lost: frames.Lost) -> None:
+        """Hear what a shard lost with a worker; judge when all have said so."""
+        death = self._deaths.get(lost.life)
+        if death is None or shard not in death.waiting_for:
+            return
+        death.waiting_for.discard(shard)
+        death.losses.append(lost)
+        if not death.waiting_for:
+            self._conclude(death)
+
+    def answered(self) -> None:
+        self._quarantine.answered()
+
+    def may_try(self, shard: int, is_patient: bool) -> bool:
+        """Whether a shard may run a suspect now; if so, no other may before its `tried`."""
+        if self._trying not in (None, shard):
+            return False
+        may = self.supervisor.spares.can_replace_worker(is_patient)
+        if may:
+            self._trying = shard
+        return may
+
+    def ask_try(self, shard: int, is_patient: bool) -> None:
+        """Tell the shard, now or later, that it may run a suspect."""
+        self._wants_try[shard] = is_patient
+        self._grant_try()
+
+    def tried(self, shard: int) -> None:
+        if self._trying == shard:
+            self._trying = None
+            self._grant_try()
+
+    def _grant_try(self) -> None:
+        for shard, is_patient in list(self._wants_try.items()):
+            if self._trying is None and self.may_try(shard, is_patient):
+                del self._wants_try[shard]
+                self._parts[shard].may_try()
+
+    def hung(self, index: int, life: int) -> None:
+        instance = self.instances[index]
+        if instance.life == life:
+            self.supervisor.kill_hung(instance)
+
+    def left(self, shard: int, index: int, life: int) -> None:
+        """Hear that a shard has all answers of a leaving worker."""
+        instance = self.instances[index]
+        if instance.life == life:
+            self._left.setdefault(life, set()).add(shard)
+            self._let_go(instance)
+
+    def _let_go(self, instance: Instance) -> None:
+        """Stop a leaving worker once it has answered all shards that know it."""
+        knows = set(self._parts) if instance.life in self._known else set()
+        if instance.is_leaving and knows <= self._left.get(instance.life, set()):
+            self.supervisor.let_go(instance)
+
+    def _finish_load(self, ready: Sequence[frames.WorkerReady]) -> None:
+        """Batch and pad as far as every instance proved harmless, and let the shards serve."""
+        proof = self.supervisor.proof = agreed([each.proof for each in ready])
+        self._proved = proved = frames.ModelProved(
+            proof,
+            self._metrics.load_s,
+            any(each.needs_requests for each in ready),
+            tuple(each.timings for each in ready),
+            tuple(each.bucket_timings for each in ready),
+        )
+        self._note(proof)
+        self.state = "READY"
+        for shard, part in self._parts.items():
+            self._introduce(shard, part, proved)
+        self._first_ready.set_result(None)
+
+    def _introduce(self, shard: int, part: ModelPart, proved: frames.ModelProved) -> None:
+        """Tell a part all that it must know before it serves."""
+        part.open_model(proved)
+        self._set_quarantine(part)
+        for instance in self.instances:
+            if instance.is_ready and not instance.is_leaving:
+                self._set_worker(shard, part, instance)
+
+    def _set_worker(self, shard: int, part: ModelPart, instance: Instance) -> None:
+        """Give a shard and a ready worker a socket to each other."""
+        assert instance.ready is not None
+        self._known.add(instance.life)
+        worker = frames.SetWorker(instance.index, instance.life, instance.ready.timings)
+        try:
+            ours, theirs = socket_pair()
+            with theirs:
+                part.set_worker(worker, ours)
+                attach = frames.Attach(shard, instance.life)
+                instance.send(frames.encode(attach), (theirs.fileno(),))
+        except OSError as error:
+            self.supervisor.give_up(instance, f"the worker could not be connected ({error})")
+
+    def _note(self, proof: frames.Proof) -> None:
+        config, notes = self._config, list(proof.notes)
+        if proof.unbatched:
+            notes.append(f"served one request at a time: {proof.unbatched}")
+        if proof.unpadded:
+            notes.append(f"not padded: {proof.unpadded}")
+        if config.unkept_note:
+            notes.append(config.unkept_note)
+        self.notes = (*notes, *config.warnings)
+        for note in notes:
+            # Notes of the proof are about what was not checked; that is served as configured.
+            level = logging.INFO if note in proof.notes else logging.WARNING
+            log_about(log, level, config, ": %s", note)
+
+    def _miss_all(self, life: int) -> None:
+        """Go on without the shards that have not said what they lost."""
+        if (death := self._deaths.get(life)) is not None:
+            for shard in list(death.waiting_for):
+                self._miss(death, shard)
+
+    def _miss(self, death: Death, shard: int) -> None:
+        """Take it that a shard lost several requests: none can be blamed."""
+        self.lost(shard, frames.Lost(death.life, 2))
+
+    def _conclude(self, death: Death) -> None:
+        if self._deaths.pop(death.life, None) is None:
+            return
+        death.timer.cancel()
+        losses = [each for each in death.losses if each.num_requests]
+        is_pinned = sum(each.num_requests for each in losses) == 1
+        if is_pinned:
+            is_excused = self._pin(losses[0], death.instance)
+        else:
+            is_excused = bool(losses) and self._quarantine.died_in_company()
+        verdict = frames.Verdict(death.life, is_excused, is_pinned, bool(losses))
+        for part in list(self._parts.values()):
+            part.verdict(verdict)
+        death.conclude(is_excused)
+
+    def _pin(self, lost: frames.Lost, instance: Instance) -> bool:
+        """Blame the only request that ran on a dead worker, unless the model is broken: return
+        whether it is excused. A kill from outside counts against the request, not against its API
+        key: operators kill whatever is running."""
+        key = b"" if instance.was_killed_outside else lost.key
+        num_bodies = len(self._quarantine.bodies)
+        verdict = self._quarantine.died(lost.body, key, self._clock())
+        if verdict.quarantines_key:
+            text = ": an API key is quarantined: its requests killed %d workers"
+            log_about(log, logging.WARNING, self._config, text, MAX_KEY_DEATHS)
+        if verdict.quarantines_body:
+            text = ": a request is quarantined: it killed %d workers"
+            log_about(log, logging.WARNING, self._config, text, MAX_BODY_DEATHS)
+        if verdict.is_excused and lost.lost_with is not None:
+            self.supervisor.excuse(lost.lost_with)
+        is_new = verdict.quarantines_key or verdict.quarantines_body
+        if is_new or num_bodies != len(self._quarantine.bodies):
+            for part in self._parts.values():
+                self._set_quarantine(part)
+        return verdict.is_excused
+
+    def _set_quarantine(self, part: ModelPart) -> None:
+        bodies, keys = dict(self._quarantine.bodies), dict(self._quarantine.keys)
+        part.set_quarantine(frames.SetQuarantine(bodies, keys))
+
+
+class DirectLink:
+    """The core in the same process: `CoreLink` of one shard's part, by calls."""
+
+    def __init__(self, host: ModelHost, shard: int = 0) -> None:
+        self._host = host
+        self._shard = shard
+        self.answered, self.hung = host.answered, host.hung
+
+    def lost(self, lost: frames.Lost) -> None:
+        self._host.lost(self._shard, lost)
+
+    def may_try(self, is_patient: bool) -> bool:
+        return self._host.may_try(self._shard, is_patient)
+
+    def tried(self) -> None:
+        self._host.tried(self._shard)
+
+    def left(self, index: int, life: int) -> None:
+        self._host.left(self._shard, index, life)

@@ -1,0 +1,224 @@
+"""The models of a shard that has a process of its own, as the core opens and publishes them.
+
+A shard admits, queues and batches requests; workers, load state and verdicts are the core's. Here
+are the shard's ends of both: answers to the core's questions, and a `CoreLink` per stage that sends
+frames. Knows no protocol and no socket. Belongs to the shard's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.errors import NotFound
+from penstock.serving.core_link import ModelPart, ShardSetup
+from penstock.serving.explain import Explanation
+from penstock.serving.metrics_record import MetricsRecord, record
+from penstock.serving.model import Model
+from penstock.serving.model_table import LoadFailure, ModelTable
+from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.wire import frames
+
+log = logging.getLogger("penstock.shard")
+
+TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReading:
+    """Statistics of one model in one shard: its own and, if it has several stages, theirs."""
+
+    metrics: MetricsRecord
+    stages: list[MetricsRecord]
+    num_waiting: int
+    stages_waiting: list[int]
+
+
+class RemoteCore:
+    """The core in another process: `CoreLink` of one stage, by frames."""
+
+    def __init__(self, part: int, send: Callable[[frames.Frame], None]) -> None:
+        self._part = part
+        self._send = send
+        # The last MayTry that was sent and has no answer yet.
+        self._asked: bool | None = None
+        self._is_granted = False
+
+    def lost(self, lost: frames.Lost) -> None:
+        self._tell(lost)
+
+    def answered(self) -> None:
+        self._tell(frames.Answered())
+
+    def may_try(self, is_patient: bool) -> bool:
+        if not self._is_granted and self._asked != is_patient:
+            self._asked = is_patient
+            self._tell(frames.MayTry(is_patient))
+        return self._is_granted
+
+    def granted(self) -> None:
+        self._asked, self._is_granted = None, True
+
+    def tried(self) -> None:
+        self._asked, self._is_granted = None, False
+        self._tell(frames.Tried())
+
+    def hung(self, index: int, life: int) -> None:
+        self._tell(frames.Hung(index, life))
+
+    def left(self, index: int, life: int) -> None:
+        self._tell(frames.Left(index, life))
+
+    def _tell(self, message: frames.FromPartMessage) -> None:
+        self._send(frames.FromPart(self._part, message))
+
+
+class ShardTable(ModelTable):
+    """The published models: a copy of the core's table."""
+
+    def publish(self, frame: frames.Publish, models: dict[int, Model | StagePipeline]) -> None:
+        self._models = {}
+        for name, numbers in frame.models.items():
+            # A model that is not open here any more is being retired: the server shuts down.
+            found = [models[number] for number in numbers if number in models]
+            if found:
+                self._models[name] = {each.config.version: each for each in found}
+        self._latest = {
+            name: versions[max(versions, key=int)] for name, versions in self._models.items()
+        }
+        failures = frame.failures.items()
+        self._failures = {name: LoadFailure(name, problems) for name, problems in failures}
+        self._awaited = set(frame.awaited)
+
+
+class Shard:
+    """`table` is what requests find. `published` is set when the core has published it first."""
+
+    def __init__(self, send: Callable[[frames.Frame], None]) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self.table = ShardTable()
+        self.published = asyncio.Event()
+        self._models: dict[int, Model | StagePipeline] = {}
+        self._numbers: dict[int, tuple[int, ...]] = {}
+        self._parts: dict[int, tuple[ModelPart, RemoteCore]] = {}
+        self._epoch = -1
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
+
+    def receive(self, frame: frames.ToPart, sock: socket.socket | None = None) -> None:
+        """Hear what the core says about a stage; `sock` comes with SetWorker."""
+        if frame.part not in self._parts:
+            if sock is not None:
+                sock.close()
+            return
+        part, core = self._parts[frame.part]
+        if sock is not None:
+            self._connect(frame, sock)
+            return
+        match frame.message:
+            case frames.ModelProved() as proved:
+                part.open_model(proved)
+            case frames.Died() as died:
+                part.died(died)
+            case frames.Verdict() as verdict:
+                part.verdict(verdict)
+            case frames.SetQuarantine() as quarantine:
+                part.set_quarantine(quarantine)
+            case frames.SetReason(text):
+                part.set_reason(text)
+            case frames.TryGranted():
+                core.granted()
+                part.may_try()
+
+    def _connect(self, frame: frames.ToPart, sock: socket.socket) -> None:
+        part, core = self._parts[frame.part]
+        worker = frame.message
+        assert isinstance(worker, frames.SetWorker)
+        try:
+            part.set_worker(worker, sock)
+        except OSError:  # No memory or descriptors are left; the next worker may find some.
+            log.exception("a worker could not be connected")
+            core.hung(worker.index, worker.life)
+
+    async def answer(self, question: frames.ShardQuestion) -> bytes:
+        match question:
+            case frames.OpenModel():
+                self._open(question)
+            case frames.Publish():
+                if question.epoch > self._epoch:
+                    self._epoch = question.epoch
+                    self.table.publish(question, self._models)
+                    self.published.set()
+            case frames.DrainModel(model):
+                await self._find(model).drain()
+            case frames.RetireModel(model):
+                await self._retire(model)
+            case frames.ReadModels():
+                return msgspec.msgpack.encode(self._read())
+            case frames.ExplainModel(model):
+                return msgspec.msgpack.encode(self._find(model).explain())
+        return b""
+
+    async def drain(self) -> None:
+        """Wait until everything admitted has been answered."""
+        await asyncio.gather(*(model.drain() for model in self._models.values()))
+
+    async def close(self) -> None:
+        self._ticker.cancel()
+        await asyncio.gather(*(self._retire(number) for number in list(self._models)))
+
+    def _open(self, opening: frames.OpenModel) -> None:
+        if opening.model in self._models:
+            return
+        cores = [RemoteCore(number, self._send) for number in opening.parts]
+        setups = [ShardSetup(core, _seems_idle) for core in cores]
+        model = make_model(opening.config, quotas=self.table.quotas, shards=setups)
+        stages = model.models if isinstance(model, StagePipeline) else [model]
+        for number, stage, core in zip(opening.parts, stages, cores, strict=True):
+            self._parts[number] = stage.readiness, core
+        self._models[opening.model] = model
+        self._numbers[opening.model] = opening.parts
+
+    async def _retire(self, number: int) -> None:
+        model = self._models.pop(number, None)
+        if model is None:
+            return
+        await model.close()
+        for part in self._numbers.pop(number):
+            self._parts.pop(part, None)
+
+    def _find(self, number: int) -> Model | StagePipeline:
+        if number not in self._models:
+            raise NotFound(f"model number {number} is not open in this shard")
+        return self._models[number]
+
+    def _read(self) -> dict[int, ModelReading]:
+        return {number: _read_model(model) for number, model in self._models.items()}
+
+    def _tick(self) -> None:
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
+        for part, _ in list(self._parts.values()):
+            with contextlib.suppress(OSError):
+                part.tick()
+
+
+def _seems_idle(index: int) -> bool:
+    """Take it that a worker has nothing to do, unless its last batch was shared."""
+    return True
+
+
+def _read_model(model: Model | StagePipeline) -> ModelReading:
+    stages: Sequence[Model] = model.models if isinstance(model, StagePipeline) else ()
+    records = [record(stage.metrics) for stage in stages]
+    waiting = [stage.num_waiting for stage in stages]
+    return ModelReading(record(model.metrics), records, model.num_waiting, waiting)
+
+
+decode_readings = msgspec.msgpack.Decoder(dict[int, ModelReading]).decode
+decode_explanation = msgspec.msgpack.Decoder(Explanation).decode

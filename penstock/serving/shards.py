@@ -1,0 +1,418 @@
+"""The shards of a server, as the core sees them: the models that they have open and published.
+
+A shard in a process of its own takes requests (`serving.shard`); here are the core's ends: a
+`ModelPart` per shard and stage that sends frames, and `ShardedModel`, a version whose requests are
+in the shards. Knows neither how shards are started nor their sockets: `protocols.fronts` does.
+Belongs to the core's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError, NotReady, PenstockError
+from penstock.processes.child import StartLife
+from penstock.serving.batches import NUM_RECENT
+from penstock.serving.explain import Explanation, SeenShape, mode_of
+from penstock.serving.metrics import ModelMetrics
+from penstock.serving.metrics_record import MetricsRecord, add
+from penstock.serving.model_host import ModelHost
+from penstock.serving.pipeline import stages_of
+from penstock.serving.served import ModelProcess
+from penstock.serving.shard import ModelReading, decode_explanation, decode_readings
+from penstock.types import Request
+from penstock.wire import frames
+
+log = logging.getLogger("penstock.shards")
+
+# A shard that does not answer a question in this time is killed.
+ANSWER_S = 5.0
+# Interval between readings of what shards have counted; a shard that is killed loses as much.
+READ_S = 1.0
+
+
+class ShardGone(PenstockError):
+    """The shard's process has ended; its successor starts from what is published then."""
+
+
+class ShardSession(Protocol):
+    """The process of a shard."""
+
+    def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None: ...
+
+    async def ask(self, question: frames.ShardQuestion) -> bytes:
+        """Return its answer; raise ShardGone when it has ended."""
+
+    def kill(self) -> None: ...
+
+
+class RemotePart:
+    """A shard's part of one stage, in another process (`core_link.ModelPart`)."""
+
+    def __init__(self, number: int, session: ShardSession) -> None:
+        self._number = number
+        self._session = session
+
+    def open_model(self, proved: frames.ModelProved) -> None:
+        self._tell(proved)
+
+    def load_failed(self, problems: Sequence[str]) -> None:
+        """Do nothing: shards open a model once it is loaded."""
+
+    def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
+        with sock:
+            self._session.send(frames.ToPart(self._number, worker), (sock.fileno(),))
+
+    def died(self, died: frames.Died) -> None:
+        self._tell(died)
+
+    def verdict(self, verdict: frames.Verdict) -> None:
+        self._tell(verdict)
+
+    def set_quarantine(self, quarantine: frames.SetQuarantine) -> None:
+        self._tell(quarantine)
+
+    def set_reason(self, reason: str) -> None:
+        self._tell(frames.SetReason(reason))
+
+    def may_try(self) -> None:
+        self._tell(frames.TryGranted())
+
+    def tick(self) -> None:
+        """Do nothing: the shard has a clock of its own."""
+
+    def _tell(self, message: frames.ToPartMessage) -> None:
+        self._session.send(frames.ToPart(self._number, message))
+
+
+@dataclass(slots=True, eq=False)
+class StageHost:
+    """One stage of a model: its host, and the metrics that scrapes show."""
+
+    number: int
+    host: ModelHost
+    # What the core counts: restarts, deaths, load time.
+    metrics: ModelMetrics
+
+
+class ShardedModel:
+    """A version whose requests are in the shards (`Served`). Figures are those of the last
+    `refresh`."""
+
+    def __init__(self, config: ModelConfig, shards: Shards, start_life: StartLife) -> None:
+        """ConfigError if the model cannot be served by several shards."""
+        if config.batching.preserve_ordering:
+            raise ConfigError(["preserve_ordering does not work with --shards yet; use --shards 1"])
+        self.config = config
+        self.number = next(shards.numbers)
+        self._shards = shards
+        names = [(config.name, config)]
+        if config.is_staged:
+            names += [(f"{config.name}:{each.name}", each.config) for each in stages_of(config)]
+        stages = names[1:] or names
+        self.stages: list[StageHost] = []
+        for name, stage in stages:
+            metrics = ModelMetrics(name, config.version, config.metric_tags)
+            host = ModelHost(stage, start_life, time.monotonic, metrics)
+            self.stages.append(StageHost(next(shards.numbers), host, metrics))
+        self._load_s = 0.0
+        self.metrics = self._new_metrics()
+        # Of each stage, if there are several: its metrics, and how many requests wait.
+        self.stage_figures: list[tuple[ModelMetrics, int]] = []
+        self.num_waiting = 0
+        # What shards that have ended had counted.
+        self._retired: list[ModelReading] = []
+        self._readings: Mapping[int, ModelReading] = {}
+        self._explanation: Explanation | None = None
+        self._is_closing = False
+
+    @property
+    def opening(self) -> frames.OpenModel:
+        numbers = tuple(stage.number for stage in self.stages)
+        return frames.OpenModel(self.number, self.config, numbers)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._is_closing and all(stage.host.is_ready for stage in self.stages)
+
+    @property
+    def shown_state(self) -> str:
+        if self._is_closing:
+            return "UNLOADING"
+        states = [stage.host.shown_state for stage in self.stages]
+        return next((state for state in states if state != "READY"), "READY")
+
+    @property
+    def reason(self) -> str:
+        return next((stage.host.reason for stage in self.stages if stage.host.reason), "")
+
+    @property
+    def mode(self) -> str:
+        network = self.stages[-1].host
+        return mode_of(self.config, network.policy)[0]
+
+    @property
+    def processes(self) -> Sequence[ModelProcess]:
+        """Those of the network first."""
+        found = [each for stage in reversed(self.stages) for each in stage.host.processes]
+        return [replace(each, index=index) for index, each in enumerate(found)]
+
+    async def start(self) -> None:
+        """Load the workers, then open the model in all shards."""
+        began = time.monotonic()
+        results = await asyncio.gather(
+            *(stage.host.load() for stage in self.stages), return_exceptions=True
+        )
+        problems: list[str] = []
+        for result in results:
+            if isinstance(result, ConfigError):
+                problems += result.problems
+            elif result is not None:
+                raise result
+        if problems:
+            raise ConfigError(problems)
+        self._load_s = time.monotonic() - began
+        self.metrics = self._new_metrics()
+        await self._shards.open_model(self)
+
+    async def drain(self) -> None:
+        await self._shards.ask_all(frames.DrainModel(self.number), limit_s=None)
+
+    async def close(self) -> None:
+        """Close it in all shards, then stop the workers."""
+        self._is_closing = True
+        await self._shards.retire_model(self)
+        await asyncio.gather(*(stage.host.stop() for stage in self.stages))
+
+    def join(self, shard: int, session: ShardSession) -> None:
+        """Let a shard that has opened the model serve it."""
+        for stage in self.stages:
+            stage.host.join(shard, RemotePart(stage.number, session))
+
+    def leave(self, shard: int) -> None:
+        for stage in self.stages:
+            stage.host.leave(shard)
+        if (reading := dict(self._readings).get(shard)) is not None:
+            self._retired.append(reading)
+            self._readings = {n: each for n, each in self._readings.items() if n != shard}
+
+    def count(self, readings: Mapping[int, ModelReading]) -> None:
+        """Use what the shards have counted, by shard."""
+        self._readings = readings
+        everything = [*self._retired, *readings.values()]
+        self.metrics = self._sum(self._new_metrics(), [each.metrics for each in everything])
+        self.num_waiting = sum(each.num_waiting for each in readings.values())
+        self.stage_figures = []
+        if len(self.stages) > 1:
+            for index, stage in enumerate(self.stages):
+                own = stage.metrics
+                metrics = ModelMetrics(own.name, own.version, own.tags)
+                metrics.num_restarts, metrics.load_s = own.num_restarts, own.load_s
+                metrics.num_deaths = dict(own.num_deaths)
+                counted = [each.stages[index] for each in everything]
+                num_waiting = sum(each.stages_waiting[index] for each in readings.values())
+                self.stage_figures.append((self._sum(metrics, counted), num_waiting))
+
+    def explain(self) -> Explanation:
+        if self._explanation is None:
+            raise NotReady(f"model '{self.config.name}' is not open in any shard")
+        return self._explanation
+
+    async def refresh(self) -> None:
+        """Read the explanations of the shards."""
+        answers = await self._shards.ask_all(frames.ExplainModel(self.number))
+        told = [decode_explanation(answer) for answer in answers.values()]
+        if told:
+            self._explanation = self._fold(told)
+
+    def submit(self, request: Request) -> None:
+        """Refuse: the shards take requests."""
+        request.respond(NotReady(f"model '{self.config.name}' takes requests in the shards"))
+
+    def cancel(self, request: Request) -> None:
+        """Do nothing: there are no requests here."""
+
+    def refused(self, error: PenstockError, received: float) -> None:
+        """Do nothing: shards count."""
+
+    def _new_metrics(self) -> ModelMetrics:
+        metrics = ModelMetrics(self.config.name, self.config.version, self.config.metric_tags)
+        metrics.load_s = self._load_s
+        for stage in self.stages:
+            metrics.num_restarts += stage.metrics.num_restarts
+            for cause, count in stage.metrics.num_deaths.items():
+                metrics.num_deaths[cause] += count
+        return metrics
+
+    @staticmethod
+    def _sum(metrics: ModelMetrics, counted: Sequence[MetricsRecord]) -> ModelMetrics:
+        for each in counted:
+            add(metrics, each)
+        return metrics
+
+    def _fold(self, told: Sequence[Explanation]) -> Explanation:
+        """Join what the shards say: a worker is busy if it is for one of them."""
+        first = told[0]
+        instances = []
+        for index, (state, process) in enumerate(
+            zip(first.instances, self.stages[-1].host.processes, strict=True)
+        ):
+            states = {each.instances[index].state for each in told}
+            shown = next(s for s in ("busy", "idle", "not ready") if s in states)
+            memory = process.gpu_memory_bytes
+            state = replace(state, state=shown, pid=process.pid, gpu_memory_bytes=memory)
+            instances.append(state)
+        recent = sorted((r for each in told for r in each.recent), key=lambda r: r.age_s)
+        sizes: dict[int, int] = {}
+        refused: dict[str, int] = {}
+        for each in told:
+            for size, count in each.batch_sizes.items():
+                sizes[size] = sizes.get(size, 0) + count
+            for reason, count in each.refused.items():
+                refused[reason] = refused.get(reason, 0) + count
+        shapes: dict[str, SeenShape] = {}
+        for seen in (seen for each in told for seen in each.shapes):
+            known = shapes.get(seen.shape, SeenShape(seen.shape, 0, 0, 0))
+            shapes[seen.shape] = SeenShape(
+                seen.shape,
+                known.num_requests + seen.num_requests,
+                known.num_rows + seen.num_rows,
+                known.num_batches + seen.num_batches,
+            )
+        busiest = max(told, key=lambda each: len(each.recent))
+        notes = [*self.stages[-1].host.notes, *first.notes]
+        return replace(
+            busiest,
+            state=self.shown_state,
+            instances=instances,
+            waiting=[lane for each in told for lane in each.waiting],
+            recent=recent[:NUM_RECENT],
+            num_shapes=max(each.num_shapes for each in told),
+            shapes=sorted(shapes.values(), key=lambda seen: -seen.num_requests),
+            batch_sizes=dict(sorted(sizes.items())),
+            refused=refused,
+            notes=notes,
+        )
+
+
+@dataclass(eq=False)
+class Shards:
+    """Invariant: a session in `_ready` has every model of `_models` open, and the last published
+    table, or is about to be told."""
+
+    _sessions: dict[int, ShardSession] = field(default_factory=dict)
+    _models: dict[int, ShardedModel] = field(default_factory=dict)
+    _stages: dict[int, ModelHost] = field(default_factory=dict)
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    # Returns what is published now; the epoch is filled in.
+    table: Callable[[], frames.Publish] = lambda: frames.Publish(0, {}, {}, ())
+    _epoch: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def open(self, shard: int, session: ShardSession) -> None:
+        """Tell a new process of a shard all that it must know."""
+        self._sessions[shard] = session
+        for model in list(self._models.values()):
+            await self._ask(session, model.opening)
+            model.join(shard, session)
+        await self._ask(session, self._publishing())
+
+    def lose(self, shard: int) -> None:
+        """Forget a shard whose process has ended."""
+        if self._sessions.pop(shard, None) is not None:
+            for model in self._models.values():
+                model.leave(shard)
+
+    def receive(self, shard: int, frame: frames.FromPart) -> None:
+        host = self._stages.get(frame.part)
+        if host is None:
+            return
+        match frame.message:
+            case frames.Lost() as lost:
+                host.lost(shard, lost)
+            case frames.Answered():
+                host.answered()
+            case frames.MayTry(is_patient):
+                host.ask_try(shard, is_patient)
+            case frames.Tried():
+                host.tried(shard)
+            case frames.Hung(index, life):
+                host.hung(index, life)
+            case frames.Left(index, life):
+                host.left(shard, index, life)
+
+    async def open_model(self, model: ShardedModel) -> None:
+        self._models[model.number] = model
+        for stage in model.stages:
+            self._stages[stage.number] = stage.host
+        sessions = list(self._sessions.items())
+        await asyncio.gather(*(self._ask(each, model.opening) for _, each in sessions))
+        for shard, session in sessions:
+            if self._sessions.get(shard) is session:
+                model.join(shard, session)
+
+    async def retire_model(self, model: ShardedModel) -> None:
+        if self._models.pop(model.number, None) is not None:
+            await self.ask_all(frames.RetireModel(model.number), limit_s=2 * ANSWER_S)
+        for stage in model.stages:
+            self._stages.pop(stage.number, None)
+
+    async def publish(self) -> None:
+        """Return when all shards use the table as it is now."""
+        await self.ask_all(self._publishing())
+
+    def publish_soon(self) -> None:
+        task = asyncio.get_running_loop().create_task(self.publish())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def ask_all(
+        self, question: frames.ShardQuestion, limit_s: float | None = ANSWER_S
+    ) -> dict[int, bytes]:
+        """Return the answers by shard, without those of shards that end meanwhile."""
+        sessions = list(self._sessions.items())
+        asked = (self._ask(session, question, limit_s) for _, session in sessions)
+        answers = await asyncio.gather(*asked)
+        numbers = [number for number, _ in sessions]
+        return {n: a for n, a in zip(numbers, answers, strict=True) if a is not None}
+
+    async def read(self) -> None:
+        """Read what all shards have counted."""
+        answers = await self.ask_all(frames.ReadModels())
+        readings = {shard: decode_readings(answer) for shard, answer in answers.items()}
+        for number, model in self._models.items():
+            model.count({n: each[number] for n, each in readings.items() if number in each})
+
+    async def read_often(self) -> None:
+        while True:
+            await asyncio.sleep(READ_S)
+            await self.read()
+
+    def _publishing(self) -> frames.Publish:
+        self._epoch += 1
+        frame = self.table()
+        frame.epoch = self._epoch
+        return frame
+
+    @staticmethod
+    async def _ask(
+        session: ShardSession, question: frames.ShardQuestion, limit_s: float | None = ANSWER_S
+    ) -> bytes | None:
+        """Return the answer; None if the shard has ended, or is killed because it is silent."""
+        with contextlib.suppress(ShardGone):
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await session.ask(question)
+            except TimeoutError:
+                log.error("a shard did not answer in %.0f s; killing it", limit_s)
+                session.kill()
+        return None

@@ -1,0 +1,343 @@
+"""Several shards and one core on one event loop: every frame is encoded, workers are on strings."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from doubles import Puppets, RecordingSink, settle
+
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
+from penstock.errors import BackendFailed, NotFound, NotReady, Quarantined
+from penstock.processes import restarts
+from penstock.repository.layout import RepositoryScan
+from penstock.serving import model_host
+from penstock.serving.catalog import Catalog
+from penstock.serving.shard import Shard
+from penstock.serving.shards import ShardGone, Shards
+from penstock.types import Request, TensorSpec, from_array
+from penstock.wire import frames
+
+ECHO = ModelConfig(
+    name="echo",
+    version="1",
+    backend="null",
+    artifact="",
+    inputs=(TensorSpec("x", "INT64", (4,)),),
+    outputs=(TensorSpec("y", "INT64", (4,)),),
+    max_batch_size=8,
+    batching=BatchPolicy(8, is_dynamic=True),
+    memory=MemoryPolicy(max_slabs=2, spill_bytes=1 << 16),
+)
+
+
+class Session:
+    """A shard whose process is this one. `ends` as a killed process does; while it `is_silent`, it
+    hears nothing."""
+
+    def __init__(self, shards: Shards, number: int) -> None:
+        self._shards = shards
+        self._number = number
+        self.is_open = True
+        self.is_silent = False
+        self.shard = Shard(self._tell)
+
+    def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None:
+        if not self.is_open or self.is_silent:
+            return
+        (sent,) = frames.decode_all_to_front(frames.join([frames.encode(frame)]))
+        assert isinstance(sent, frames.ToPart)
+        sock = socket.socket(fileno=os.dup(fds[0])) if fds else None
+        asyncio.get_running_loop().call_soon(self._hear, sent, sock)
+
+    def _hear(self, sent: frames.ToPart, sock: socket.socket | None) -> None:
+        if self.is_open:
+            self.shard.receive(sent, sock)
+        elif sock is not None:
+            sock.close()
+
+    def _tell(self, frame: frames.Frame) -> None:
+        (sent,) = frames.decode_all_from_front(frames.join([frames.encode(frame)]))
+        assert isinstance(sent, frames.FromPart)
+        if self.is_open and not self.is_silent:
+            asyncio.get_running_loop().call_soon(self._shards.receive, self._number, sent)
+
+    async def ask(self, question: frames.ShardQuestion) -> bytes:
+        await asyncio.sleep(0)  # Frames that were sent before come first.
+        if not self.is_open:
+            raise ShardGone("it has ended")
+        if self.is_silent:
+            await asyncio.get_running_loop().create_future()
+        return await self.shard.answer(frames.decode_shard_question(frames.encode(question)))
+
+    def kill(self) -> None:
+        self.is_open = False
+
+    async def end(self) -> None:
+        """End as a process does: its sockets close, and the core hears of it."""
+        self.is_open = False
+        self._shards.lose(self._number)
+        await self.shard.close()
+
+
+class Server:
+    """The core with its shards and workers."""
+
+    def __init__(self, num_shards: int = 2) -> None:
+        self.puppets = Puppets()
+        self.shards = Shards()
+        self.catalog = Catalog(self.puppets, shards=self.shards)
+        self.sessions = [Session(self.shards, number) for number in range(num_shards)]
+
+    async def __aenter__(self) -> "Server":
+        for number, session in enumerate(self.sessions):
+            await self.shards.open(number, session)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for session in self.sessions:
+            session.is_silent = False
+        await self.run(self.catalog.close())
+        for session in self.sessions:
+            await session.shard.close()
+
+    async def run(self, doing: Awaitable[object]) -> object:
+        """Let the workers work until this is done."""
+        task = asyncio.ensure_future(doing)
+        while not task.done():
+            await self.puppets.step_all()
+            await asyncio.sleep(0.001)
+        return task.result()
+
+    async def load(self, *configs: ModelConfig) -> None:
+        await self.run(self.catalog.load(RepositoryScan(list(configs), {})))
+
+    def send(self, shard: int, number: int, name: str = "echo", *, key: bytes = b"") -> Request:
+        values = np.arange(4, dtype=np.int64)[None] + 1000 * number
+        request = Request(RecordingSink(), [from_array("x", "INT64", values)], 0.0)
+        request.caller = key
+        self.sessions[shard].shard.table.find(name).submit(request)
+        return request
+
+    async def answers(self, *requests: Request) -> list[object]:
+        """The first number of each answer, in thousands, or its error."""
+        for _ in range(2000):
+            await self.puppets.step_all()
+            if all(request.is_done for request in requests):
+                break
+            await asyncio.sleep(0.001)
+        return [
+            request.sink.error or int(request.sink.outputs[0]["y"][0, 0]) // 1000
+            for request in requests
+        ]
+
+
+def run(scenario: Callable[[Server], Awaitable[None]], num_shards: int = 2) -> None:
+    async def main() -> None:
+        async with Server(num_shards) as server:
+            await scenario(server)
+
+    asyncio.run(main())
+
+
+def test_each_shard_gets_its_own_answers_of_the_same_worker():
+    async def scenario(server):
+        await server.load(ECHO)
+        assert len(server.puppets.alive) == 1
+        for _ in range(3):
+            requests = [server.send(number % 3, number) for number in range(30)]
+            assert await server.answers(*requests) == list(range(30))
+        await server.catalog.refresh()
+        metrics = server.catalog.find("echo").metrics
+        assert metrics.num_success == metrics.num_inferences == 90
+        assert metrics.num_executions == sum(metrics.batch_sizes.values())
+        assert sum(size * count for size, count in metrics.batch_sizes.items()) == 90
+        assert metrics.phases["request"].count == 90
+        assert all(s.shard.table.find("echo").metrics.num_success == 30 for s in server.sessions)
+
+    run(scenario, 3)
+
+
+def test_a_model_is_published_everywhere_when_its_load_returns_and_gone_when_unloaded():
+    async def scenario(server):
+        tables = [session.shard.table for session in server.sessions]
+        scan = RepositoryScan([ECHO, replace(ECHO, name="other")], {})
+        loading = asyncio.ensure_future(server.catalog.load(scan))
+        await settle()
+        for table in tables:
+            with pytest.raises(NotReady, match="is loading"):
+                table.find("echo")
+        await server.run(loading)
+        assert [table.versions("echo") for table in tables] == [["1"], ["1"]]
+        await server.run(server.catalog.unload("echo"))
+        for table in tables:
+            with pytest.raises(NotFound, match="loaded: other"):
+                table.find("echo")
+        assert await server.answers(server.send(0, 1, "other"), server.send(1, 2, "other")) == [
+            1,
+            2,
+        ]
+
+    run(scenario)
+
+
+def test_shards_know_why_a_model_could_not_be_loaded():
+    async def scenario(server):
+        await server.load(ECHO, replace(ECHO, name="bad", options={"null.no_such_option": "1"}))
+        for session in server.sessions:
+            with pytest.raises(NotReady, match="could not be loaded: .*no_such_option"):
+                session.shard.table.find("bad")
+        assert await server.answers(server.send(1, 5)) == [5]
+
+    run(scenario)
+
+
+def test_a_model_whose_answers_need_an_order_is_refused():
+    async def scenario(server):
+        policy = replace(ECHO.batching, preserve_ordering=True)
+        await server.load(replace(ECHO, batching=policy))
+        (failure,) = server.catalog.failures
+        assert failure.problems == (
+            "preserve_ordering does not work with --shards yet; use --shards 1",
+        )
+
+    run(scenario)
+
+
+def test_a_reload_answers_what_the_old_version_had():
+    async def scenario(server):
+        await server.load(ECHO)
+        old = [server.send(shard, shard) for shard in range(2)]
+        await settle()
+        await server.load(replace(ECHO, version="2"))
+        new = [server.send(shard, 10 + shard) for shard in range(2)]
+        assert await server.answers(*old, *new) == [0, 1, 10, 11]
+        assert {r.sink.answers[0].model_version for r in old} == {"1"}
+        assert {r.sink.answers[0].model_version for r in new} == {"2"}
+        while len(server.puppets.alive) > 1:
+            await server.run(asyncio.sleep(0.01))
+
+    run(scenario)
+
+
+def test_a_shard_that_ends_takes_only_its_own_requests_along():
+    async def scenario(server):
+        await server.load(ECHO)
+        assert await server.answers(*(server.send(shard, shard) for shard in range(2))) == [0, 1]
+        await server.catalog.refresh()
+        kept = server.send(1, 7)
+        server.send(0, 8)
+        await settle()
+        await server.run(server.sessions[0].end())
+        assert await server.answers(kept) == [7]
+        server.sessions[0] = Session(server.shards, 0)
+        await server.shards.open(0, server.sessions[0])
+        assert await server.answers(server.send(0, 9), server.send(1, 10)) == [9, 10]
+        await server.catalog.refresh()
+        assert server.catalog.find("echo").metrics.num_success == 5, "1 of them in the old shard"
+
+    run(scenario)
+
+
+def test_a_shard_that_does_not_answer_is_killed_and_does_not_hold_up_a_load(monkeypatch):
+    monkeypatch.setattr("penstock.serving.shards.ANSWER_S", 0.05)
+
+    async def scenario(server):
+        server.sessions[0].is_silent = True
+        await server.load(ECHO)
+        assert not server.sessions[0].is_open
+        assert await server.answers(server.send(1, 3)) == [3]
+
+    run(scenario)
+
+
+async def kill_when_running(server: Server, *requests: Request) -> None:
+    """Kill the worker once all of these are with it, and none has been answered."""
+    running = set(requests)
+    places = [s.shard.table.find("echo").workers[0] for s in server.sessions]
+    for _ in range(1000):
+        held = {r for place in places for batch in place.batches for r in batch.requests}
+        if running <= held:
+            break
+        for life in server.puppets.alive:
+            life.step()
+        await settle()
+    assert running <= held
+    (life,) = server.puppets.alive
+    life.kill("was killed by SIGSEGV")
+    await settle()
+
+
+def test_a_death_with_requests_of_two_shards_blames_neither_and_all_are_answered():
+    async def scenario(server):
+        await server.load(ECHO)
+        requests = [server.send(0, 1), server.send(1, 2)]
+        await kill_when_running(server, *requests)
+        assert await server.answers(*requests) == [1, 2]
+        again = [server.send(1, 1), server.send(0, 2)]
+        assert await server.answers(*again) == [1, 2]
+
+    run(scenario)
+
+
+def test_a_poison_request_of_one_shard_is_refused_by_all(monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
+
+    async def scenario(server):
+        await server.load(ECHO)
+        assert await server.answers(server.send(1, 1)) == [1]
+        poison = server.send(0, 13)
+        await kill_when_running(server, poison)
+        await kill_when_running(server, poison)
+        assert [type(each) for each in await server.answers(poison)] == [BackendFailed]
+        for shard in range(2):
+            (error,) = await server.answers(server.send(shard, 13))
+            assert isinstance(error, Quarantined)
+        assert await server.answers(server.send(0, 2), server.send(1, 3)) == [2, 3]
+
+    run(scenario)
+
+
+def test_a_silent_shard_delays_a_verdict_only_for_a_moment(monkeypatch):
+    monkeypatch.setattr(model_host, "LOST_S", 0.05)
+
+    async def scenario(server):
+        await server.load(ECHO)
+        request = server.send(1, 4)
+        await settle()
+        server.sessions[0].is_silent = True
+        await kill_when_running(server, request)
+        assert await server.answers(request) == [4]
+        assert server.catalog.find("echo").metrics.num_deaths["crash"] in (0, 1)
+
+    run(scenario)
+
+
+def test_a_later_table_is_not_replaced_by_an_earlier_one():
+    async def scenario(server):
+        await server.load(ECHO)
+        shard = server.sessions[0].shard
+        await shard.answer(frames.Publish(0, {}, {}, ()))
+        assert shard.table.versions("echo") == ["1"]
+        await shard.answer(frames.Publish(1 << 40, {}, {}, ("soon",)))
+        with pytest.raises(NotReady, match="'soon' is loading"):
+            shard.table.find("soon")
+
+    run(scenario)
+
+
+def test_explanations_of_all_shards_are_joined():
+    async def scenario(server):
+        await server.load(ECHO)
+        await server.answers(*(server.send(number % 2, number) for number in range(8)))
+        model = server.catalog.find("echo")
+        await model.refresh()
+        told = model.explain()
+        assert told.state == "READY" and [each.state for each in told.instances] == ["idle"]
+        assert sum(shape.num_requests for shape in told.shapes) == 8
+        assert sum(batch.num_requests for batch in told.recent) == 8
+
+    run(scenario)
