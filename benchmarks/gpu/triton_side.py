@@ -162,14 +162,20 @@ def penstock(repository: Path, num_fronts: int, log_path: Path) -> Server:
     return Server("Penstock", [*command, *flags], port, log_path, environment)
 
 
-def triton(home: Path, repository: Path, work: Path, num_stubs: int) -> Server:
+def triton(
+    home: Path, repository: Path, work: Path, num_stubs: int, grpc_port: int | None = None
+) -> Server:
     server = home / "pytriton" / "tritonserver"
     port = free_port()
     command = [str(server / "bin" / "tritonserver"), f"--model-repository={repository}"]
     command += [f"--backend-directory={put_together(server, work)}"]
     command += ["--http-address=127.0.0.1", f"--http-port={port}"]
     # More at a time take each other's cores, and none is ready for minutes.
-    command += ["--allow-grpc=false", "--allow-metrics=false", "--model-load-thread-count=3"]
+    command += ["--allow-metrics=false", "--model-load-thread-count=3"]
+    if grpc_port is None:
+        command.append("--allow-grpc=false")
+    else:
+        command += ["--grpc-address=127.0.0.1", f"--grpc-port={grpc_port}"]
     # It would start every stub once more, only to ask.
     command += ["--disable-auto-complete-config"]
     settings = {"shm-default-byte-size": shared_bytes(num_stubs), "stub-timeout-seconds": 300}
