@@ -1,5 +1,6 @@
 """The core process, from start to graceful shutdown: one event loop with the catalog and the
-servers of HTTP and gRPC. If `fronts` is set, front processes serve HTTP instead of the core."""
+servers of HTTP and gRPC. If `fronts` is set, front processes serve HTTP instead of the core; with
+several shards, these serve both."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.handler_tasks import MetricsHttp
 from penstock.protocols.http_server import HttpServer
+from penstock.protocols.infer_grpc import InferRpcs
 from penstock.protocols.key_file import KeyFile
 from penstock.protocols.line import cannot_listen, reserve, why_not_listen
 from penstock.protocols.listener import BACKLOG, Listener
@@ -82,7 +84,6 @@ FRONTS_WITH_TEXT = (
 SHARDS_WITH_TEXT = (
     "--shards does not work with language models yet; serve '{name}' from a server with --shards 1"
 )
-SHARDS_WITH_GRPC = "--shards {number} does not serve gRPC yet; give --no-grpc or --shards 1"
 SHARDS_WITH_QUOTAS = (
     "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
     "--shards 1"
@@ -127,7 +128,7 @@ class Server:
         self._tls = None if options.tls is None else TlsFiles(options.tls)
         self._context = None if self._tls is None else self._tls.load()
         self._grpc_tls = None
-        if options.tls is not None and options.grpc:
+        if options.tls is not None and options.grpc and shards is None:
             self._grpc_tls = TlsFiles(options.tls, warns=False, protocol=H2)
         self._watching: list[asyncio.Task[None]] = []
         self.lifecycle = Lifecycle(is_loading=True)
@@ -160,10 +161,11 @@ class Server:
         self._core = CoreApi(self.management, self.v2.handle, gate, options.log_requests, shards)
         # Hold the port that fronts or shards share.
         self._reserved: list[socket.socket] = []
-        self.grpc_service = GrpcService(self.management, gate, options.log_requests)
+        infer = InferRpcs(self.catalog, self.lifecycle, gate, options.log_requests)
+        self.grpc_service = GrpcService(infer, self._core.manage, gate)
         self.grpc: GrpcServer | None = None
-        self.grpc_port = options.grpc_port
-        if options.grpc_config is not None:
+        self.grpc_port = options.grpc_port if options.grpc else None
+        if options.grpc_config is not None and shards is None:
             methods = self.grpc_service.methods()
             self.grpc = GrpcServer(methods, options.grpc_config, gate, options.limits)
 
@@ -174,7 +176,7 @@ class Server:
         PROGRESS_S meanwhile."""
         self.catalog.announce(found)
         await self._open_http()
-        if self.grpc is not None:
+        if self.grpc is not None and self.grpc_port is not None:
             tls = None if self._grpc_tls is None else self._grpc_tls.load()
             self.grpc_port = await self._listen(self.grpc, self.grpc_port, "gRPC", tls)
         if self._metrics_http is not None and self.metrics_port is not None:
@@ -354,24 +356,33 @@ class Server:
         ]
 
     def _add_shards(self) -> None:
-        """Make a listener for each shard on the same port. They stay open here, so connections that
-        a shard had not accepted when it ended are not lost."""
+        """Make listeners for each shard on the same ports."""
         options = self._options
-        host, port = options.host, options.http_port
-        try:
-            for _ in range(options.shards):
-                listener = reserve(host, port)
-                self._reserved.append(listener)
-                port = listener.getsockname()[1]
-                listener.listen(BACKLOG)
-                listener.setblocking(False)
-        except OSError as error:
-            raise cannot_listen(host, port, "HTTP", error) from None
-        self.http_port = port
+        ports = [self._share_port(options.http_port, "HTTP")]
+        self.http_port = ports[0][0].getsockname()[1]
+        if options.grpc_config is not None:
+            ports.append(self._share_port(options.grpc_port, "gRPC"))
+            self.grpc_port = ports[1][0].getsockname()[1]
         settings = (options.limits, self._gate, options.log_requests, options.tls)
-        for number, listener in enumerate(self._reserved):
-            front = http_spec(number, (host, port), *settings)
-            self._fronts.append(Front(self._core, shard_spec(front, number, listener)))
+        for number, listeners in enumerate(zip(*ports, strict=True)):
+            front = http_spec(number, (options.host, self.http_port), *settings)
+            spec = shard_spec(front, number, listeners, options.grpc_config)
+            self._fronts.append(Front(self._core, spec))
+
+    def _share_port(self, port: int, what: str) -> list[socket.socket]:
+        """Return a listener on this port for each shard. They stay open here, so connections that a
+        shard had not accepted when it ended are not lost."""
+        host, listeners = self._options.host, list[socket.socket]()
+        try:
+            for _ in range(self._options.shards):
+                listeners.append(reserve(host, port))
+                self._reserved.append(listeners[-1])
+                port = listeners[-1].getsockname()[1]
+                listeners[-1].listen(BACKLOG)
+                listeners[-1].setblocking(False)
+        except OSError as error:
+            raise cannot_listen(host, port, what, error) from None
+        return listeners
 
     async def _listen(
         self, server: Listener, port: int, what: str, tls: ssl.SSLContext | None = None
@@ -410,25 +421,23 @@ def check_quotas(keys: Keys, options: ServeOptions) -> None:
 
 
 def _shard_problems(options: ServeOptions) -> list[str]:
-    """Refuse what shards cannot do yet."""
-    if options.shards == 1:
+    """Refuse shards behind fronts."""
+    if options.shards == 1 or not options.fronts:
         return []
-    number = str(options.shards)
-    problems: list[str] = []
-    if options.fronts:
-        problems.append(f"--fronts {options.fronts} and --shards {number} exclude each other")
-    if options.grpc:
-        problems.append(SHARDS_WITH_GRPC.replace("{number}", number))
-    return problems
+    return [f"--fronts {options.fronts} and --shards {options.shards} exclude each other"]
 
 
 def _front_problems(options: ServeOptions) -> list[str]:
-    """Check the port of HTTP fronts or shards now: they would notice only while models load, and
-    would silently share their port with those of another server."""
-    host, port = options.host, options.http_port
-    is_shared = options.fronts or options.shards > 1
-    reason = why_not_listen(host, port) if is_shared else ""
-    return [str(cannot_listen(host, port, "HTTP", reason))] if reason else []
+    """Check the ports of HTTP fronts or shards now: they would notice only while models load, and
+    would silently share their ports with those of another server."""
+    shared: list[tuple[int, str]] = []
+    if options.fronts or options.shards > 1:
+        shared.append((options.http_port, "HTTP"))
+    if options.grpc and options.shards > 1:
+        shared.append((options.grpc_port, "gRPC"))
+    host = options.host
+    reasons = [(port, what, why_not_listen(host, port)) for port, what in shared]
+    return [str(cannot_listen(host, *each)) for each in reasons if each[2]]
 
 
 def _host_problems(options: ServeOptions) -> list[str]:

@@ -208,7 +208,7 @@ STEPS: tuple[Step, ...] = (
     *_fed("packed BF16, CUDA graphs"),
     _served("fp16 channels-last, graphs"),
     _served("fp16 graphs"),
-    _served("padded BF16, CUDA graphs"),
+    _served("packed BF16, CUDA graphs"),
 )
 # Rows of which each builds on the one before: a waterfall.
 CHAINS: tuple[tuple[str, ...], ...] = (

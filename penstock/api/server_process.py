@@ -67,11 +67,11 @@ def main() -> int:
 
 
 def addresses(running: Server, host: str) -> ServeOutcome:
-    scheme, grpc, port = running.scheme, running.grpc, running.metrics_port
+    scheme, grpc_port, port = running.scheme, running.grpc_port, running.metrics_port
     remote = "grpcs" if scheme == "https" else "grpc"
     return ServeOutcome(
         url=Endpoint(scheme, host, running.http_port).url,
-        grpc_url="" if grpc is None else Endpoint(remote, host, running.grpc_port).url,
+        grpc_url="" if grpc_port is None else Endpoint(remote, host, grpc_port).url,
         metrics_url="" if port is None else f"{Endpoint(scheme, host, port).url}/metrics",
         models=sorted({model.config.name for model in running.catalog}),
     )

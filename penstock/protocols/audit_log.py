@@ -15,11 +15,15 @@ from penstock.errors import BackendFailed, Cancelled, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.http_errors import Refusal, logged_status
 from penstock.protocols.route import Match
+from penstock.protocols.route_table import RPC_ROUTES
+from penstock.serving.management import ManagementApi, ManagementCall
 
 log = logging.getLogger("penstock.audit")
 log.setLevel(logging.INFO)
 
 MAX_TEXT = 500
+# What gRPC methods for administrators do.
+ADMIN_ACTIONS = frozenset(row.handler for row in RPC_ROUTES.values() if row.scope == "admin")
 Result = TypeVar("Result")
 
 
@@ -70,3 +74,12 @@ async def record_answer(call: AdminCall, answer: Awaitable[Result]) -> Result:
         raise
     finally:
         record(call, error)
+
+
+async def answer_rpc(management: ManagementApi, call: ManagementCall, caller: str) -> bytes:
+    """Answer the call of a gRPC client."""
+    answering = management.answer(call)
+    if call.action in ADMIN_ACTIONS:
+        admin = AdminCall("grpc", caller, call.action, call.model_name)
+        return await record_answer(admin, answering)
+    return await answering

@@ -20,18 +20,18 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from penstock.config import MIB, HttpLimits, TlsConfig
+from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
 from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
 from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, CrashLoop
-from penstock.protocols import access_log
+from penstock.protocols import access_log, audit_log
 from penstock.protocols.answer_sender import Keep
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
-from penstock.serving.management import ManagementApi
+from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
 from penstock.serving.shards import ShardGone, Shards
@@ -72,8 +72,8 @@ class FrontSpec:
     start_life: StartLife
     # From 1 if there are several fronts of this kind; otherwise 0.
     number: int = 0
-    # That of a shard, which the core keeps open when the shard has ended.
-    listener: socket.socket | None = None
+    # Those of a shard, which the core keeps open when the shard has ended: HTTP and gRPC.
+    listeners: tuple[socket.socket, ...] = ()
 
     @property
     def shard(self) -> int | None:
@@ -109,11 +109,17 @@ def http_spec(
     return FrontSpec("http", opening, hang_s, HTTP_FRONT, number)
 
 
-def shard_spec(front: FrontSpec, shard: int, listener: socket.socket) -> FrontSpec:
-    """Describe a shard: like an HTTP front, with models and the listener that the core has made."""
-    opening = msgspec.structs.replace(front.opening, shard=shard)
+def shard_spec(
+    front: FrontSpec,
+    shard: int,
+    listeners: tuple[socket.socket, ...],
+    grpc: GrpcConfig | None = None,
+) -> FrontSpec:
+    """Describe a shard: like an HTTP front, with models and the listeners that the core has made,
+    the second of them for gRPC."""
+    opening = msgspec.structs.replace(front.opening, shard=shard, grpc=grpc)
     number = shard + 1
-    return replace(front, opening=opening, start_life=SHARD, number=number, listener=listener)
+    return replace(front, opening=opening, start_life=SHARD, number=number, listeners=listeners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,10 @@ class CoreApi:
     gate: Gate = field(default_factory=Gate)
     logs_requests: bool = False
     shards: Shards | None = None
+
+    async def manage(self, call: ManagementCall, caller: bytes) -> bytes:
+        """Answer a management call of a gRPC client."""
+        return await audit_log.answer_rpc(self.management, call, self.gate.name_of(caller))
 
 
 class FrontCall:
@@ -251,22 +261,23 @@ class Session:
         self._outbox = Outbox(self._answers)
         self._calls: dict[int, FrontCall] = {}
         self.relays: dict[int, Relay] = {}
+        self._managing: dict[int, asyncio.Task[None]] = {}
         # Questions to a shard.
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count(1)
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.child = ChildProcess(loop, spec.start_life, self._hear, died)
         self.line = Line(self.child.send)
 
     @property
     def num_running(self) -> int:
         """Unanswered requests and messages, and answers that wait for memory."""
-        return len(self._calls) + len(self.relays) + self._outbox.num_waiting
+        waiting = len(self._managing) + self._outbox.num_waiting
+        return len(self._calls) + len(self.relays) + waiting
 
     def open(self, frame: frames.OpenFront) -> None:
         try:
-            listener = self.spec.listener
-            more = () if listener is None else (listener.fileno(),)
+            more = [listener.fileno() for listener in self.spec.listeners]
             self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd, *more))
         except OSError as error:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)
@@ -282,6 +293,8 @@ class Session:
         self.relays.clear()
         for relay in relays:
             relay.exchange.leave()
+        for task in self._managing.values():
+            task.cancel()
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(ShardGone("the shard has ended"))
@@ -383,8 +396,25 @@ class Session:
                 leased, wait_s = quotas.lease(frame.key, frame.amount, now)
                 if frame.amount > 0:
                     self.line.send(frames.Leased(frame.key, leased, wait_s))
+            case frames.Manage():
+                self._managing[frame.call] = task = self._loop.create_task(self._manage(frame))
+                task.add_done_callback(lambda task: self._managing.pop(frame.call))
             case _:
                 self._notify(frame)
+
+    async def _manage(self, frame: frames.Manage) -> None:
+        number = frame.call
+        named = (frame.action, frame.model_name, frame.model_version, frame.parameters)
+        kind, text = "BackendFailed", "internal error"
+        try:
+            body = await self._core.manage(ManagementCall(*named), frame.caller)
+            self.post(number, body, lambda parcel: frames.Managed(number, parcel))
+            return
+        except PenstockError as error:
+            kind, text = type(error).__name__, str(error)[:MAX_TEXT]
+        except Exception:  # The protocol edge.
+            log.exception("a management call of a shard could not be answered")
+        self.line.send(frames.Managed(number, frames.Parcel(), kind, text))
 
     def _hear_answer(self, frame: frames.ShardAnswer) -> None:
         asked = self._asked.get(frame.call)
@@ -432,6 +462,8 @@ class Session:
         elif relay := self.relays.get(number):
             relay.exchange.leave()
             relay.abort()
+        elif task := self._managing.get(number):
+            task.cancel()
 
     def post(self, number: int, body: bytes, frame: Callable[[frames.Parcel], Frame]) -> None:
         """Send a body in the frame that `frame` makes of its parcel."""

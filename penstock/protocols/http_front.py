@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
@@ -24,6 +25,7 @@ from penstock.protocols.http_reader import LongBody
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.infer_http import InferCall, InferSink
 from penstock.protocols.line import MAX_SENT_BYTES, cannot_listen
+from penstock.protocols.listener import Listener
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route import Match
 from penstock.protocols.tls import TlsFiles, watch
@@ -179,17 +181,17 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     await remote.serve_until_stopped(port)
     if watching is not None:
         watching.cancel()
-    await finish(http)
+    http.lifecycle.drain()
+    await finish([http])
     await v2.close()
     await http.close()
 
 
-async def finish(http: HttpServer) -> None:
+async def finish(servers: Sequence[Listener]) -> None:
     """Wait for answers that the core has sent but that are not written yet."""
-    http.lifecycle.drain()
     try:
         async with asyncio.timeout(STOP_GRACE_S):
-            while http.num_running:
+            while any(server.num_running for server in servers):
                 await asyncio.sleep(0.005)
     except TimeoutError:
         pass

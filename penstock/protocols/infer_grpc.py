@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from penstock.errors import NotAllowed, NotReady, PenstockError
+from penstock.errors import NotAllowed, NotReady, PenstockError, QuotaExceeded
 from penstock.protocols import access_log
 from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall, log
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.h2_stream import H2Stream
-from penstock.serving.management import ManagementApi
+from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.model_table import ModelTable
 from penstock.serving.served import Served
 from penstock.types import Buffer, ReplySink, Request, Response
 from penstock.wire.grpc_status import MAX_DETAILS
@@ -21,6 +24,13 @@ from penstock.wire.v2_pb_templates import PbCodec, stream_answer, stream_error
 
 # Requests of one stream in flight; at the limit the stream is not read further.
 MAX_STREAM_CALLS = 1024
+# Takes a token of a key's rate. False: the function is called later, with None or with the refusal.
+Take = Callable[[bytes, Callable[[QuotaExceeded | None], None]], bool]
+
+
+def take_always(key: bytes, decided: Callable[[QuotaExceeded | None], None]) -> bool:
+    """Leave rates to the table of models."""
+    return True
 
 
 class InferTarget(ReplySink, Protocol):
@@ -30,13 +40,30 @@ class InferTarget(ReplySink, Protocol):
     model: Served | None
     request: Request | None
 
+    @property
+    def is_over(self) -> bool:
+        """Nobody waits for an answer."""
+
+    def refuse(self, error: PenstockError) -> None: ...
+
+    def refuse_bug(self) -> None:
+        """Log the exception that is being handled, and answer."""
+
 
 class InferRpcs:
     """Turns messages into requests to models, and answers into messages."""
 
-    def __init__(self, management: ManagementApi, gate: Gate, logs_requests: bool = False) -> None:
-        self._catalog = management.catalog
-        self._lifecycle = management.lifecycle
+    def __init__(
+        self,
+        table: ModelTable,
+        lifecycle: Lifecycle,
+        gate: Gate,
+        logs_requests: bool = False,
+        take: Take = take_always,
+    ) -> None:
+        self._table = table
+        self._lifecycle = lifecycle
+        self._take = take
         self._codec = PbCodec()
         self.gate = gate
         self.logs_requests = logs_requests
@@ -44,8 +71,37 @@ class InferRpcs:
         self.streams: set[InferStream] = set()
 
     def submit(self, data: Buffer, target: InferTarget, caller: bytes, received: float) -> None:
-        """Submit a ModelInferRequest; raises if it is refused before a model has it. All requests
-        are counted, also those that cannot be decoded."""
+        """Submit a ModelInferRequest, perhaps later; raises if it is refused before a model has
+        it. All requests are counted, also those that cannot be decoded."""
+        if self._take(caller, partial(self._go_on, data, target, caller, received)):
+            self._submit(data, target, caller, received)
+
+    def _go_on(
+        self,
+        data: Buffer,
+        target: InferTarget,
+        caller: bytes,
+        received: float,
+        refusal: QuotaExceeded | None,
+    ) -> None:
+        """Submit a request that had to wait for a token, unless there is none for it."""
+        if target.is_over:
+            return
+        try:
+            self._submit(data, target, caller, received, refusal)
+        except PenstockError as error:
+            target.refuse(error)
+        except Exception:  # The protocol edge.
+            target.refuse_bug()
+
+    def _submit(
+        self,
+        data: Buffer,
+        target: InferTarget,
+        caller: bytes,
+        received: float,
+        refusal: QuotaExceeded | None = None,
+    ) -> None:
         name = version = ""
         form = self._codec.find(data)
         try:
@@ -55,11 +111,11 @@ class InferRpcs:
                     name, version = message.model_name, message.model_version
                     target.id = message.id
                 finally:
-                    self._catalog.count_request(caller, received, name, version)
+                    self._count(caller, received, name, version, refusal)
             else:
                 name, version = form.model_name, form.model_version
-                self._catalog.count_request(caller, received, name, version)
-            model = self._catalog.find(name, version)
+                self._count(caller, received, name, version, refusal)
+            model = self._table.find(name, version)
             try:
                 if self._lifecycle.is_draining:
                     raise NotReady("the server is shutting down")
@@ -77,6 +133,15 @@ class InferRpcs:
         request.caller = caller
         target.model, target.request = model, request
         model.submit(request)
+
+    def _count(
+        self, caller: bytes, received: float, name: str, version: str, refusal: QuotaExceeded | None
+    ) -> None:
+        """Raise QuotaExceeded if the key sends too many, as its shard knows or the table finds."""
+        if refusal is not None:
+            self._table.count_refusal(refusal, received, name, version)
+            raise refusal
+        self._table.count_request(caller, received, name, version)
 
     def encode(self, target: InferTarget, request: Request, answer: Response) -> list[Buffer]:
         """Return the parts of a ModelInferResponse."""
@@ -112,6 +177,12 @@ class InferOnce(UnaryCall):
     def run(self, data: Buffer) -> None:
         self._rpcs.submit(data, self, self.head.caller, self.server.now())
 
+    def refuse(self, error: PenstockError) -> None:
+        self.fail(error)
+
+    def refuse_bug(self) -> None:
+        self.fail_bug()
+
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if isinstance(answer, PenstockError):
             self.fail(answer)
@@ -145,6 +216,10 @@ class StreamedInfer:
         self.request: Request | None = None
         self.parts: list[Buffer] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        return self._stream.is_over
+
     def start(self, data: Buffer) -> None:
         stream = self._stream
         try:
@@ -152,7 +227,7 @@ class StreamedInfer:
         except PenstockError as error:
             self.refuse(error)
         except Exception:  # The protocol edge.
-            self._refuse_bug()
+            self.refuse_bug()
 
     def refuse(self, error: PenstockError) -> None:
         if self._stream.ends_by_error:
@@ -172,7 +247,7 @@ class StreamedInfer:
             except PenstockError as error:
                 self.refuse(error)
             except Exception:  # Keep serving.
-                self._refuse_bug()
+                self.refuse_bug()
         if self._rpcs.logs_requests:
             self._rpcs.log(self, request, answer)
 
@@ -180,7 +255,7 @@ class StreamedInfer:
         if self.model is not None and self.request is not None:
             self.model.cancel(self.request)
 
-    def _refuse_bug(self) -> None:
+    def refuse_bug(self) -> None:
         log.exception("while answering a request of a stream")
         self._answer(stream_error(self.id, "internal error"))
 

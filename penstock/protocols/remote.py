@@ -23,6 +23,7 @@ from penstock.processes.channel import Datagrams
 from penstock.processes.start import begin_life, take_part
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
+from penstock.serving.management import ManagementCall
 from penstock.serving.slab import Segment
 from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
@@ -78,8 +79,10 @@ class Remote:
         self._calls: dict[int, tuple[Request, int | None]] = {}
         self._forwards: dict[int, tuple[Deliver, int | None]] = {}
         self.stopped = asyncio.Event()
-        # That of a shard, which the core has opened.
-        self.listener: socket.socket | None = None
+        # Management calls that the core has not answered.
+        self._managing: dict[int, asyncio.Future[bytes]] = {}
+        # Those of a shard, which the core has opened: for HTTP and, if it is served, gRPC.
+        self.listeners: Sequence[socket.socket] = ()
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
         self.on_keys: Callable[[Keys], None] = lambda keys: None
@@ -93,7 +96,8 @@ class Remote:
 
     @property
     def num_running(self) -> int:
-        return len(self._calls) + len(self._forwards) + self._outbox.num_waiting
+        waiting = len(self._managing) + self._outbox.num_waiting
+        return len(self._calls) + len(self._forwards) + waiting
 
     @property
     def num_extents_held(self) -> int:
@@ -138,6 +142,21 @@ class Remote:
     def cancel_forward(self, call: int) -> None:
         if not self._outbox.withdraw(call):
             self._line.send(frames.Cancel(call))
+
+    async def manage(self, call: ManagementCall, caller: bytes) -> bytes:
+        """Return the core's answer to a management call; raise its error."""
+        number = next(self._numbers)
+        named = (call.action, call.model_name, call.model_version, dict(call.parameters))
+        self._line.send(frames.Manage(number, *named, caller))
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._managing[number] = answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._line.send(frames.Cancel(number))
+            raise
+        finally:
+            del self._managing[number]
 
     def submit(self, request: Request, model: RemoteModel) -> None:
         # A Servable keeps its own number in `turn`; here it is the number of the call.
@@ -231,9 +250,22 @@ class Remote:
                 task.add_done_callback(self._answering.discard)
             case frames.Leased():
                 self.on_leased(frame)
+            case frames.Managed():
+                self._managed(frame)
             case frames.Release():
                 for offset in frame.offsets:
                     self._outbox.release(offset)
+
+    def _managed(self, frame: frames.Managed) -> None:
+        data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
+        self._release(frame.parcel)
+        answer = self._managing.get(frame.call)
+        if answer is None or answer.done():
+            return
+        if frame.error_kind:
+            answer.set_exception(_error(frame.error_kind, frame.error))
+        else:
+            answer.set_result(data)
 
     async def _answer_core(self, call: int, question: frames.ShardQuestion) -> None:
         """Answer a question of the core."""
@@ -317,7 +349,7 @@ async def run(
     """Serve until the core says Stop. The core hears of a ConfigError."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds[:2])
     remote = Remote(sock, requests, answers)
-    remote.listener = socket.socket(fileno=fds[2]) if len(fds) > 2 else None
+    remote.listeners = [socket.socket(fileno=fd) for fd in fds[2:]]
     try:
         await serve(remote, settings)
     except ConfigError as error:
@@ -331,7 +363,7 @@ def begin(serve: Serve, run_loop: Callable[[Coroutine[object, object, None]], No
     sock = begin_life()
     if sock is None:
         return
-    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 3)
+    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 4)
     if not data:
         return
     sock.setblocking(False)

@@ -1,7 +1,8 @@
 """KServe v2 / Triton over gRPC: GRPCInferenceService and grpc.health.v1.Health.
 
 Only translates: messages to requests (`infer_grpc`) and to calls of the management API, JSON to
-messages, errors to statuses by one table. Runs on the server's event loop.
+messages, errors to statuses by one table. Runs on the event loop of the core or of a shard, whose
+management calls the core answers.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
 from penstock.errors import NotFound, NotReady, PenstockError, Unsupported
-from penstock.protocols import audit_log
-from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall
 from penstock.protocols.grpc_server import GrpcServer, OpenCall
 from penstock.protocols.h2_stream import H2Stream
 from penstock.protocols.infer_grpc import InferOnce, InferRpcs, InferStream
 from penstock.protocols.route_table import HEALTH, INFERENCE, MISSING, RPC_ROUTES, unsupported
-from penstock.serving.management import ManagementApi, ManagementCall
+from penstock.serving.management import ManagementCall
 from penstock.types import Buffer, Parameter
 from penstock.wire import health_pb
 from penstock.wire.v2_pb import Proto, parse
@@ -34,6 +33,8 @@ WATCH_S = 0.5
 # Fields of answers that hold the management API's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
+# Answers a management call of a client with JSON; the bytes are as in `Request.caller`.
+Manages = Callable[[ManagementCall, bytes], Awaitable[bytes]]
 # Answers one message.
 Answer = Callable[[GrpcCall, Buffer], Awaitable[Proto]]
 
@@ -41,10 +42,10 @@ Answer = Callable[[GrpcCall, Buffer], Awaitable[Proto]]
 class GrpcService:
     """The methods of the port, by their paths, and the calls that run as tasks."""
 
-    def __init__(self, management: ManagementApi, gate: Gate, logs_requests: bool = False) -> None:
-        self._management = management
+    def __init__(self, infer: InferRpcs, manage: Manages, gate: Gate) -> None:
+        self._infer = infer
+        self._manage = manage
         self._gate = gate
-        self._infer = InferRpcs(management, gate, logs_requests)
         self._is_stopping = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -74,8 +75,7 @@ class GrpcService:
 
     def _ask(self, method: Proto) -> Answer:
         """Return the implementation of a method that the management API answers."""
-        route = RPC_ROUTES[INFERENCE + method.name]
-        action = route.handler
+        action = RPC_ROUTES[INFERENCE + method.name].handler
         request_type, answer_type = map(GetMessageClass, (method.input_type, method.output_type))
 
         async def answer(call: GrpcCall, data: Buffer) -> Proto:
@@ -83,13 +83,8 @@ class GrpcService:
             if action in MISSING:
                 raise unsupported(action)
             asked = ManagementCall(action, *_arguments(message))
-            answering = self._management.answer(asked)
-            if route.scope == "admin":
-                name = self._gate.name_of(call.head.caller)
-                admin = AdminCall("grpc", name, action, asked.model_name)
-                answering = audit_log.record_answer(admin, answering)
             try:
-                body = await answering
+                body = await self._manage(asked, call.head.caller)
             except (NotFound, NotReady):
                 if action not in ("ready", "model_ready"):
                     raise
@@ -128,11 +123,11 @@ class GrpcService:
         """Return the status of the server, or of the named model, which requires a key."""
         try:
             if service in ("", SERVICE.full_name):
-                await self._management.answer(ManagementCall("ready"))
+                await self._manage(ManagementCall("ready"), call.head.caller)
             else:
                 route = RPC_ROUTES[INFERENCE + "ModelReady"]
                 self._gate.check_scope(route.scope, call.stream.head.headers)
-                await self._management.answer(ManagementCall("model_ready", service))
+                await self._manage(ManagementCall("model_ready", service), call.head.caller)
         except NotFound:
             return health_pb.SERVICE_UNKNOWN
         except NotReady:

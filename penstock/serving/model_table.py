@@ -55,9 +55,15 @@ class ModelTable:
         try:
             self.quotas.check_rate(caller, received)
         except QuotaExceeded as error:
-            with contextlib.suppress(NotFound, NotReady):
-                self.find(name, version).refused(error, received)
+            self.count_refusal(error, received, name, version)
             raise
+
+    def count_refusal(
+        self, error: QuotaExceeded, received: float, name: str, version: str = ""
+    ) -> None:
+        """Let the model, if it exists, count a request that exceeds the rate of its key."""
+        with contextlib.suppress(NotFound, NotReady):
+            self.find(name, version).refused(error, received)
 
     def find(self, name: str, version: str = "") -> Served:
         """Return a loaded version. NotReady if the model is loading or, with the reasons, if that

@@ -13,6 +13,8 @@ the first, OpenFront, is sent alone.
     worker → shard  Claim, Done, BatchFailed, Leaving
     core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
     front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
+    core → shard    as to a front, and ToPart, AskShard, Leased, Managed
+    shard → core    as from a front, and FromPart, ShardAnswer, Lease, Manage
 
 A shard holds requests, and has a socket of its own to each worker; the core is one. A worker merges
 the rows of several shards in one batch.
@@ -25,7 +27,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config import HttpLimits, ModelConfig, TlsConfig
+from penstock.config import GrpcConfig, HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
 VERSION = 2
@@ -279,6 +281,8 @@ class OpenFront(Frame, tag="open"):
     shard: int | None = None
     # For a shard: requests per second of the API keys that have a limit.
     rates: dict[bytes, float] = {}
+    # For a shard that answers gRPC; a fourth descriptor is the listener for it.
+    grpc: GrpcConfig | None = None
 
 
 class SetKeys(Frame, tag="keys"):
@@ -553,6 +557,27 @@ class Leased(Frame, tag="lead"):
     wait_s: float
 
 
+class Manage(Frame, tag="mng"):
+    """A management call of a shard's gRPC client, as `serving.management.ManagementCall`. `caller`
+    is the digest of its API key, which the shard has checked."""
+
+    call: int
+    action: str
+    model_name: str
+    model_version: str
+    parameters: dict[str, Parameter]
+    caller: bytes
+
+
+class Managed(Frame, tag="mngd"):
+    """The answer to Manage: JSON as the one piece of `parcel`, or an error."""
+
+    call: int
+    parcel: Parcel
+    error_kind: str = ""
+    error: str = ""
+
+
 ShardQuestion = OpenModel | Publish | DrainModel | RetireModel | ReadModels | ExplainModel
 
 
@@ -575,8 +600,8 @@ ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Done | BatchFailed | Leaving
-FromShard = FromPart | ShardAnswer | Lease
-ToShard = ToPart | AskShard | Release | Leased
+FromShard = FromPart | ShardAnswer | Lease | Manage
+ToShard = ToPart | AskShard | Release | Leased | Managed
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
 ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
 

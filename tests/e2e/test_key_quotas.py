@@ -41,11 +41,14 @@ KEYS += "".join(
 )
 
 
-@pytest.fixture(params=["0", "1"], ids=["core", "fronts"])
+@pytest.fixture(
+    params=[("--fronts", "0"), ("--fronts", "1"), ("--shards", "2")],
+    ids=["core", "fronts", "shards"],
+)
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     (tmp_path / "keys.toml").write_text(KEYS)
     null_model(tmp_path / "models", "model")
-    flags = ("--api-keys", str(tmp_path / "keys.toml"), "--fronts", request.param)
+    flags = ("--api-keys", str(tmp_path / "keys.toml"), *request.param)
     server = Served(tmp_path / "models", *flags, grpc=True)
     yield server
     assert server.terminate() == 0

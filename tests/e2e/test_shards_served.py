@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from load import Load
 from served import Served, null_model, num_sockets
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from waiting import wait_until
 
 POISON = 13
@@ -208,11 +210,10 @@ def test_all_shards_together_keep_the_rate_of_a_key(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ((), "does not serve gRPC yet; give --no-grpc"),
-        (("--no-grpc", "--fronts", "2"), "exclude each other"),
-        (("--no-grpc", "--api-keys", "keys.toml"), "queue_share does not work with --shards 2 yet"),
+        (("--fronts", "2"), "exclude each other"),
+        (("--api-keys", "keys.toml"), "queue_share does not work with --shards 2 yet"),
     ],
-    ids=["grpc", "fronts", "quotas"],
+    ids=["fronts", "quotas"],
 )
 def test_what_shards_cannot_do_yet_is_refused(tmp_path: Path, flags: tuple, text: str):
     null_model(tmp_path / "models", "m")
@@ -221,3 +222,135 @@ def test_what_shards_cannot_do_yet_is_refused(tmp_path: Path, flags: tuple, text
     command = [sys.executable, "-m", "penstock", "serve", "models", "--shards", "2", *flags]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and text in ended.stderr and "Traceback" not in ended.stderr
+
+
+# Over gRPC. `test_grpc.py` runs with shards as well.
+
+
+class Channels:
+    """Clients with a connection of their own each, which the kernel gives to any shard."""
+
+    def __init__(self, served: Served, count: int, key: str = "") -> None:
+        self.metadata = [("x-api-key", key)] if key else []
+        self._all = [
+            # Different arguments, or the channels would share a connection.
+            grpc.insecure_channel(served.grpc_address, options=[("penstock.client", number)])
+            for number in range(count)
+        ]
+        self.stubs = [service_pb2_grpc.GRPCInferenceServiceStub(each) for each in self._all]
+
+    def __enter__(self) -> "Channels":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self._all:
+            channel.close()
+
+    def codes(self, value: int, model: str = "m") -> list[str]:
+        """Ask once over every connection; the names of the statuses."""
+        calls = [
+            stub.ModelInfer.future(message(value, model), metadata=self.metadata, timeout=60)
+            for stub in self.stubs
+        ]
+        for call in calls:
+            if call.code() == grpc.StatusCode.OK:
+                assert call.result().raw_output_contents == [value.to_bytes(4, "little")]
+        return [call.code().name for call in calls]
+
+
+def message(value: int, model: str = "m") -> service_pb2.ModelInferRequest:
+    tensor = {"name": "x", "datatype": "INT32", "shape": [1, 1]}
+    data = [value.to_bytes(4, "little")]
+    return service_pb2.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=data)
+
+
+def connections(served: Served) -> list[int]:
+    """How many clients each shard has, by its last answer to a ping."""
+    text = served.get("/metrics")[1].decode()
+    return [int(n) for n in re.findall(r"^penstock_front_connections{.*} (\d+)$", text, re.M)]
+
+
+def test_grpc_clients_are_shared_and_their_counts_are_exact(tmp_path: Path):
+    null_model(tmp_path, "m", batching=PATIENT)
+    with Served(tmp_path, "--shards", "2", grpc=True) as served, Channels(served, 24) as channels:
+        for value in range(10):
+            assert set(channels.codes(value)) == {"OK"}
+        # The scrape may be counted as well. All on one side: once in 2 ** 23.
+        wait_until(lambda: sum(connections(served)) in (24, 25) and all(connections(served)))
+        for stub in channels.stubs:
+            answers = stub.ModelStreamInfer(map(message, range(5)), timeout=60)
+            found = [each.infer_response.raw_output_contents[0][0] for each in answers]
+            assert found == list(range(5))
+            # Every shard gives the sums of all.
+            asked = service_pb2.ModelStatisticsRequest(name="m")
+            (statistics,) = stub.ModelStatistics(asked, timeout=60).model_stats
+            assert statistics.inference_count >= 10 * 24 + 5
+        assert statistics.inference_count == (10 + 5) * 24
+        assert statistics.inference_stats.success.count == (10 + 5) * 24
+
+
+def test_models_come_and_go_over_grpc_in_all_shards_at_once(tmp_path: Path):
+    for name in ("m", "other"):
+        null_model(tmp_path / "models", name)
+    secret = "sixteen characters"
+    scopes = 'scopes = ["infer", "admin"]\n'
+    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "ann"\nsecret = "{secret}"\n{scopes}')
+    control = ("--model-control-mode", "explicit", "--load-model", "m", "--log-requests")
+    flags = ("--shards", "2", "--api-keys", str(tmp_path / "keys.toml"), *control)
+    with (
+        Served(tmp_path / "models", *flags, grpc=True) as served,
+        Channels(served, 8, secret) as channels,
+    ):
+        load = service_pb2.RepositoryModelLoadRequest(model_name="other")
+        unload = service_pb2.RepositoryModelUnloadRequest(model_name="other")
+        for stub in channels.stubs[:2]:
+            assert set(channels.codes(3, "other")) == {"NOT_FOUND"}
+            stub.RepositoryModelLoad(load, metadata=channels.metadata, timeout=60)
+            assert set(channels.codes(3, "other")) == {"OK"}
+            stub.RepositoryModelUnload(unload, metadata=channels.metadata, timeout=60)
+        with pytest.raises(grpc.RpcError) as caught:
+            channels.stubs[0].RepositoryModelLoad(load, timeout=60)
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        lines = served.logged()
+        assert lines.count("grpc caller=ann action=load model=other result=OK") == 2
+        assert lines.count("grpc status=OK model=other") == 2 * 8
+        assert lines.count("grpc status=NOT_FOUND model=other") == 2 * 8
+
+
+def test_http_and_grpc_together_keep_the_rate_of_a_key(tmp_path: Path):
+    null_model(tmp_path / "models", "m")
+    secret = "sixteen characters"
+    scopes = 'scopes = ["infer", "metrics"]\nrequests_per_s = 20\n'
+    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\nsecret = "{secret}"\n{scopes}')
+    flags = ("--shards", "2", "--api-keys", str(tmp_path / "keys.toml"))
+    with (
+        Served(tmp_path / "models", *flags, grpc=True) as served,
+        Channels(served, 16, secret) as channels,
+    ):
+        began, found = time.monotonic(), []
+        for number in range(6):
+            found += channels.codes(number)
+            found.append(infer(served.port, number, headers={"X-API-Key": secret})[0])
+        for stub in channels.stubs:
+            answers = stub.ModelStreamInfer(
+                map(message, range(4)), metadata=channels.metadata, timeout=60
+            )
+            found += [each.error_message or "OK" for each in answers]
+        elapsed_s = time.monotonic() - began
+        assert len(found) == 6 * 17 + 16 * 4
+        told = {each for each in found if isinstance(each, str) and "may send 20" in each}
+        assert set(found) - told <= {"OK", 200, "RESOURCE_EXHAUSTED", 429}
+        # The bucket holds a second's worth, and is refilled meanwhile.
+        assert 20 <= found.count("OK") + found.count(200) <= 20 + 20 * elapsed_s
+
+
+def test_another_server_does_not_share_the_port_of_grpc(tmp_path: Path):
+    null_model(tmp_path, "m")
+    with Served(tmp_path, "--shards", "2", grpc=True) as served:
+        port = served.grpc_address.rpartition(":")[2]
+        command = [sys.executable, "-m", "penstock", "serve", str(tmp_path), "--no-metrics"]
+        command += ["--http-port", "0", "--grpc-port", port, "--shards", "2"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 1
+        words = f"cannot listen on 127.0.0.1:{port} for gRPC: Address already in use"
+        assert words in ended.stderr

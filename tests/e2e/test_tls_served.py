@@ -22,10 +22,10 @@ from certificates import make_certificates
 from served import Served, null_model
 
 
-def flags(folder: Path, fronts: str, client_ca: str = "") -> list[str]:
+def flags(folder: Path, processes: tuple[str, ...], client_ca: str = "") -> list[str]:
     found = ["--tls-cert", str(folder / "server.pem"), "--tls-key", str(folder / "server.key")]
     found += ["--tls-client-ca", str(folder / f"{client_ca}.pem")] if client_ca else []
-    return [*found, "--fronts", fronts]
+    return [*found, *processes]
 
 
 def context_of(folder: Path, name: str = "") -> ssl.SSLContext:
@@ -73,10 +73,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fronts", ["0", pytest.param("2", marks=pytest.mark.slow)])
-def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, fronts):
+@pytest.mark.parametrize(
+    "processes",
+    [(), pytest.param(("--fronts", "2"), marks=pytest.mark.slow), ("--shards", "2")],
+    ids=["core", "fronts", "shards"],
+)
+def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, processes):
     folder = make_certificates(tmp_path / "tls")
-    served = Served(null_model(tmp_path / "models", "m"), *flags(folder, fronts), grpc=True)
+    served = Served(null_model(tmp_path / "models", "m"), *flags(folder, processes), grpc=True)
     assert served.metrics_url.startswith("https://")
     metrics_port = int(served.metrics_url.rpartition(":")[2].partition("/")[0])
     grpc_port = int(served.grpc_address.rpartition(":")[2])
@@ -96,16 +100,26 @@ def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, fronts):
         for suffix in ("key", "pem"):
             os.replace(folder / f"renewed.{suffix}", folder / f"server.{suffix}")
         for port in ports:
-            wait_until(lambda port=port: names(port, folder) == "renewed")
+            # Each process of a port reads the files itself.
+            wait_until(lambda port=port: {names(port, folder) for _ in range(16)} == {"renewed"})
         assert client.infer("m", [tensor]).as_numpy("y").tolist() == [[7]]
     assert is_live(served.grpc_address, credentials(folder))
     assert served.terminate() == 0
 
 
-@pytest.mark.parametrize("fronts", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_clients_need_a_certificate_of_the_right_issuer(tmp_path, fronts):
+@pytest.mark.parametrize(
+    "processes",
+    [
+        (),
+        pytest.param(("--fronts", "1"), marks=pytest.mark.slow),
+        pytest.param(("--shards", "2"), marks=pytest.mark.slow),
+    ],
+    ids=["core", "fronts", "shards"],
+)
+def test_clients_need_a_certificate_of_the_right_issuer(tmp_path, processes):
     folder = make_certificates(tmp_path / "tls")
-    served = Served(null_model(tmp_path / "models", "m"), *flags(folder, fronts, "ca"), grpc=True)
+    given = flags(folder, processes, "ca")
+    served = Served(null_model(tmp_path / "models", "m"), *given, grpc=True)
     for url in (f"https://{served.address}/v2", served.metrics_url):
         assert get(url, context_of(folder, "client"))
         for name in ("", "stranger"):

@@ -92,7 +92,8 @@ def test_networks_are_side_by_side(page, tmp_path) -> None:
     rows = {row[0]: row[1:] for row in table[2:]}
     assert rows["batching"][0] == "3.7x" and rows["batching"][3] == "3.97x (GPU busy 31% → 97%)"
     assert "batch" in rows["fused convolutions"][1] and rows["packing"][3] == page.units.UNKNOWN
-    assert "INT8" not in rows
+    assert "batch" in rows["INT8"][1] and rows["INT8"][2] == page.units.UNKNOWN
+    assert "torch.compile" not in rows
 
 
 def test_files_of_others_are_named(page, tmp_path) -> None:

@@ -15,8 +15,10 @@ from penstock.config import GrpcConfig, HttpLimits
 from penstock.errors import InvalidRequest, NotAllowed
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall, record
+from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.grpc_server import GrpcServer
+from penstock.protocols.infer_grpc import InferRpcs
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.serving.catalog import Catalog
@@ -144,7 +146,9 @@ async def test_a_call_that_its_client_leaves_is_recorded(
 
 
 async def test_administrative_calls_over_grpc_are_recorded(lines: Any) -> None:
-    service = GrpcService(make_management(), GATE)
+    management = make_management()
+    infer = InferRpcs(management.catalog, management.lifecycle, GATE)
+    service = GrpcService(infer, CoreApi(management, gate=GATE).manage, GATE)
     server = GrpcServer(service.methods(), GrpcConfig(), GATE, HttpLimits())
     port = await server.start("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

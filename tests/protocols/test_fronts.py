@@ -1,6 +1,7 @@
 """A front and the core on one event loop: requests, answers, deaths, drains."""
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -28,12 +29,13 @@ from penstock.protocols import fronts
 from penstock.protocols.fronts import PING_S, CoreApi, Front, FrontSpec, Silence, http_spec
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.http import Exchange
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
 from penstock.protocols.remote import Remote
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.lifecycle import Lifecycle
-from penstock.serving.management import ManagementApi
+from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import Request, RequestedOutput, TensorSpec, from_array
@@ -342,6 +344,67 @@ async def test_messages_of_a_front_that_dies_are_given_up(until):
         assert held.num_left == 1
         held.exchanges[0].reply(200, b"", (b"too late",))
         served.lives[-1].connect()
+
+
+async def test_a_management_call_is_answered_with_json_or_its_error(until):
+    async with serving() as served:
+        answer = await served.remote.manage(ManagementCall("metadata", "echo", "1"), b"")
+        assert json.loads(answer)["name"] == "echo"
+        with pytest.raises(NotFound, match="'nobody' is not found"):
+            await served.remote.manage(ManagementCall("config", "nobody"), b"")
+        too_long = ManagementCall("load", "echo", parameters={"x" * MAX_SENT_BYTES: True})
+        with pytest.raises(TooLarge):
+            await served.remote.manage(too_long, b"")
+        assert served.remote.num_running == served.front.num_running == 0
+
+
+async def test_an_answer_to_a_management_call_may_be_large(monkeypatch, until):
+    large = bytes(5 * INLINE_BYTES)
+
+    async def index(self: ManagementApi, call: ManagementCall) -> bytes:
+        assert call.parameters == {"ready": True}
+        return large
+
+    monkeypatch.setattr(ManagementApi, "index", index)
+    async with serving() as served:
+        for _ in range(30):
+            asked = ManagementCall("index", parameters={"ready": True})
+            assert await served.remote.manage(asked, b"") == large
+
+
+async def test_a_management_call_that_nobody_waits_for_is_given_up(monkeypatch, until):
+    begun: list[asyncio.Event] = []
+    ended: list[bool] = []
+
+    async def load(self: ManagementApi, call: ManagementCall) -> bytes:
+        begun.append(asyncio.Event())
+        try:
+            await begun[-1].wait()
+        finally:
+            ended.append(True)
+        return b""
+
+    monkeypatch.setattr(ManagementApi, "load", load)
+    async with serving() as served:
+        task = asyncio.create_task(served.remote.manage(ManagementCall("load", "echo"), b""))
+        await until(lambda: begun)
+        task.cancel()
+        await until(lambda: ended and not served.front.num_running)
+        # Given up before it has begun: both frames come at once.
+        task = asyncio.create_task(served.remote.manage(ManagementCall("load", "echo"), b""))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: served.front.num_running == 0)
+        assert served.remote.num_running == 0
+        # And with the front that asked.
+        task = asyncio.create_task(served.remote.manage(ManagementCall("load", "echo"), b""))
+        num_begun = len(begun)
+        await until(lambda: len(begun) > num_begun)
+        num_ended = len(ended)
+        served.lives[-1].kill()
+        await until(lambda: len(ended) > num_ended)
+        task.cancel()
 
 
 async def test_a_front_that_starts_while_the_server_drains_is_told(until):

@@ -23,11 +23,12 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    QuotaExceeded,
     Unsupported,
 )
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.grpc_server import GrpcServer
-from penstock.protocols.infer_grpc import MAX_STREAM_CALLS
+from penstock.protocols.infer_grpc import MAX_STREAM_CALLS, InferRpcs, Take, take_always
 from penstock.protocols.route_table import HEALTH, RPC_ROUTES
 from penstock.protocols.v2_grpc import SERVICE, GrpcService
 from penstock.serving.lifecycle import Lifecycle
@@ -83,6 +84,11 @@ class Core:
 
     def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
         self.counted.append(name)
+
+    def count_refusal(
+        self, error: QuotaExceeded, received: float, name: str, version: str = ""
+    ) -> None:
+        self.refused.append(error)
 
     async def answer(self, call: ManagementCall) -> bytes:
         kind, name = call.action, call.model_name
@@ -152,9 +158,12 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(core: Core, gate: Gate | None = None) -> AsyncIterator[Client]:
+async def serving(
+    core: Core, gate: Gate | None = None, take: Take = take_always
+) -> AsyncIterator[Client]:
     gate = gate or Gate()
-    service = GrpcService(core, gate)  # type: ignore[arg-type]
+    infer = InferRpcs(core, core.lifecycle, gate, take=take)  # type: ignore[arg-type]
+    service = GrpcService(infer, lambda call, caller: core.answer(call), gate)
     config = GrpcConfig(max_message_bytes=1 << 16)
     server = GrpcServer(service.methods(), config, gate, HttpLimits())
     port = await server.start("127.0.0.1", 0)
@@ -718,3 +727,66 @@ async def test_a_watch_tells_of_changes_and_ends_with_the_server():
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         client.service.stop()
         assert await watch.read() is grpc.aio.EOF
+
+
+class Tokens:
+    """The rates of a shard: every request waits until the test decides."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[QuotaExceeded | None], None]] = []
+
+    def take(self, key: bytes, decided: Callable[[QuotaExceeded | None], None]) -> bool:
+        self.waiting.append(decided)
+        return False
+
+
+async def test_a_request_that_waits_for_a_token_goes_on_or_is_refused(until: Callable[..., Any]):
+    core, tokens, error = Core(), Tokens(), QuotaExceeded("too many", 1.0)
+    async with serving(core, take=tokens.take) as client:
+        infer = client.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        good, bad, calls = message().SerializeToString(), b"\xff\xff", []
+        for number, data in enumerate((good, good, good, bad, bad), 1):
+            calls.append(infer(data))
+            await until(lambda number=number: len(tokens.waiting) == number)
+        assert not core.counted, "no model has heard of them"
+        for decided, refusal in zip(tokens.waiting, (None, error, None, None, error), strict=True):
+            decided(refusal)
+        assert b"12345678" in await calls[0] and b"12345678" in await calls[2]
+        # The rate comes first, also for what cannot be decoded.
+        for number in (1, 4):
+            expected = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many")
+            assert await client.refusal(calls[number]) == expected
+        code, _ = await client.refusal(calls[3])
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert core.refused == [error, error]
+
+
+async def test_requests_of_a_stream_wait_for_tokens_in_order(until: Callable[..., Any]):
+    core, tokens, error = Core(), Tokens(), QuotaExceeded("too many", 1.0)
+    async with serving(core, take=tokens.take) as client:
+        stream = client.v2.ModelStreamInfer(iter([message(id=str(n)) for n in range(3)]))
+        await until(lambda: len(tokens.waiting) == 3)
+        for number, refusal in ((2, None), (1, error), (0, None)):
+            tokens.waiting[number](refusal)
+        answers = [each async for each in stream]
+        assert [each.infer_response.id for each in answers] == ["0", "1", "2"]
+        assert [each.error_message for each in answers] == ["", "too many", ""]
+
+
+async def test_a_client_that_leaves_while_it_waits_for_a_token_asks_no_model(
+    until: Callable[..., Any],
+):
+    core, tokens = Core(), Tokens()
+    async with serving(core, take=tokens.take) as client:
+        late = client.v2.ModelInfer(message(), timeout=0.2)
+        stream = client.v2.ModelStreamInfer(iter([message()]), timeout=0.2)
+        code, _ = await client.refusal(late)
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stream.read()
+        await until(lambda: len(tokens.waiting) == 2)
+        # The server ends both by itself, at the same time as the client.
+        await asyncio.sleep(0.5)
+        for decided in tokens.waiting:
+            decided(None)
+        assert core.counted == []

@@ -9,7 +9,14 @@ from example_counts import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import BatchPolicy, HttpLimits, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.config import (
+    BatchPolicy,
+    GrpcConfig,
+    HttpLimits,
+    MemoryPolicy,
+    ModelConfig,
+    QueuePolicy,
+)
 from penstock.types import TensorSpec
 from penstock.wire import frames
 
@@ -92,6 +99,7 @@ FROM_FRONT = [
     frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
     frames.FromPart(3, frames.MayTry(True)),
     frames.Lease(b"key", -3),
+    frames.Manage(1, "index", "m", "2", {"ready": True}, b"key"),
     frames.ShardAnswer(9, frames.Parcel((), b"answer"), "an error"),
     frames.Listening(frames.VERSION, 8001),
     frames.StartFailed(("cannot listen",)),
@@ -109,11 +117,14 @@ TO_FRONT = [
     frames.ToPart(3, frames.Verdict(7, True, False, True)),
     frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
     frames.Leased(b"key", 3, 0.5),
+    frames.Managed(1, INLINE),
+    frames.Managed(1, frames.Parcel(), "NotFound", "é"),
     frames.AskShard(9, frames.Parcel((), b"question")),
     frames.Release((64,)),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, {b"\xff\0": ("infer", "admin")}),
     frames.OpenFront(frames.VERSION, "::1", 0, 4096, limits=HttpLimits(7), hosts=("a",)),
+    frames.OpenFront(frames.VERSION, "::1", 0, 4096, shard=1, grpc=GrpcConfig(0, 7, "gzip")),
     frames.InferReply(1, INLINE, "m", "2", {"s": "é"}),
     frames.InferReply(1, INLINE, "m", "2", timings=(0.5, 1.0, 0.0, 1.0, 2.0, 3.0, 4.0)),
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", retry_after_s=2.5),
