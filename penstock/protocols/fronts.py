@@ -266,7 +266,9 @@ class Session:
     def open(self, frame: frames.OpenFront) -> None:
         try:
             listener = self.spec.listener
-            more = () if listener is None else (listener.fileno(),)
+            more: tuple[int, ...] = ()
+            if listener is not None and self._core.shards is not None:
+                more = listener.fileno(), self._core.shards.blocks.fd
             self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd, *more))
         except OSError as error:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)

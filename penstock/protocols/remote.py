@@ -23,6 +23,7 @@ from penstock.processes.channel import Datagrams
 from penstock.processes.start import begin_life, take_part
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
+from penstock.serving.shared_page import SharedPage
 from penstock.serving.slab import Segment
 from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
@@ -78,8 +79,9 @@ class Remote:
         self._calls: dict[int, tuple[Request, int | None]] = {}
         self._forwards: dict[int, tuple[Deliver, int | None]] = {}
         self.stopped = asyncio.Event()
-        # That of a shard, which the core has opened.
+        # Those of a shard, which the core has opened.
         self.listener: socket.socket | None = None
+        self.page: SharedPage | None = None
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
         self.on_keys: Callable[[Keys], None] = lambda keys: None
@@ -317,7 +319,10 @@ async def run(
     """Serve until the core says Stop. The core hears of a ConfigError."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds[:2])
     remote = Remote(sock, requests, answers)
-    remote.listener = socket.socket(fileno=fds[2]) if len(fds) > 2 else None
+    if settings.shard is not None:
+        remote.listener = socket.socket(fileno=fds[2])
+        remote.page = SharedPage.open(fds[3])
+        os.close(fds[3])
     try:
         await serve(remote, settings)
     except ConfigError as error:
@@ -331,7 +336,7 @@ def begin(serve: Serve, run_loop: Callable[[Coroutine[object, object, None]], No
     sock = begin_life()
     if sock is None:
         return
-    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 3)
+    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 4)
     if not data:
         return
     sock.setblocking(False)

@@ -117,9 +117,9 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     sys.setswitchinterval(SWITCH_S)
     if settings.logs_requests:
         access_log.log.setLevel(logging.INFO)
-    assert remote.listener is not None
+    assert remote.listener is not None and remote.page is not None and settings.shard is not None
     limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings), Lifecycle()
-    shard = Shard(remote.send)
+    shard = Shard(remote.send, remote.page, settings.shard)
     router = ShardRouter(remote, shard.table, lifecycle, gate, settings.logs_requests)
     v2 = V2Http(router, limits, gate, settings.logs_requests)
     http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare)
