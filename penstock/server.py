@@ -114,7 +114,7 @@ class Server:
         self._options = options
         self._watchdog = watchdog
         self._stop = asyncio.Event()
-        shards = self._shards = Shards() if options.shards > 1 else None
+        shards = self._shards = Shards(options.shards) if options.shards > 1 else None
         self.catalog = Catalog(
             fleet=Fleet(options.gpu_memory_reserve),
             makers={LLM: partial(make_text_model, options=options)},
@@ -275,6 +275,8 @@ class Server:
         await self._close_grpc()
         await self.http.close()
         await self.catalog.close()
+        if self._shards is not None:
+            self._shards.close()
         await self._metrics.close()
         self._watchdog.release()
         if self._metrics_http is not None:

@@ -92,6 +92,9 @@ class ViewElsewhere:
     def publish(self, load: ShardLoad, now: float) -> None:
         self._new.publish(load, now)
 
+    def arrived(self, level: int, num_requests: int, size: int, due: float | None) -> None:
+        self._new.arrived(level, num_requests, size, due)
+
 
 class ShardedSimulation:
     def __init__(self, load: ShardedLoad) -> None:

@@ -277,7 +277,10 @@ class Session:
 
     def open(self, frame: frames.OpenFront) -> None:
         try:
-            more = [listener.fileno() for listener in self.spec.listeners]
+            more: list[int] = []
+            if self.spec.shard is not None and self._core.shards is not None:
+                listeners = [each.fileno() for each in self.spec.listeners]
+                more = [self._core.shards.blocks.fd, *listeners]
             self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd, *more))
         except OSError as error:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)

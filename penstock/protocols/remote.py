@@ -24,6 +24,7 @@ from penstock.processes.start import begin_life, take_part
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
 from penstock.serving.management import ManagementCall
+from penstock.serving.shared_page import SharedPage
 from penstock.serving.slab import Segment
 from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
@@ -83,6 +84,7 @@ class Remote:
         self._managing: dict[int, asyncio.Future[bytes]] = {}
         # Those of a shard, which the core has opened: for HTTP and, if it is served, gRPC.
         self.listeners: Sequence[socket.socket] = ()
+        self.page: SharedPage | None = None
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
         self.on_keys: Callable[[Keys], None] = lambda keys: None
@@ -349,7 +351,10 @@ async def run(
     """Serve until the core says Stop. The core hears of a ConfigError."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds[:2])
     remote = Remote(sock, requests, answers)
-    remote.listeners = [socket.socket(fileno=fd) for fd in fds[2:]]
+    if settings.shard is not None:
+        remote.page = SharedPage.open(fds[2])
+        os.close(fds[2])
+        remote.listeners = [socket.socket(fileno=fd) for fd in fds[3:]]
     try:
         await serve(remote, settings)
     except ConfigError as error:

@@ -109,8 +109,9 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     logs_requests = settings.logs_requests
     if logs_requests:
         access_log.log.setLevel(logging.INFO)
+    assert remote.page is not None and settings.shard is not None
     limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings), Lifecycle()
-    shard, rates = Shard(remote.send), LeasedRates(remote.send)
+    shard, rates = Shard(remote.send, remote.page, settings.shard), LeasedRates(remote.send)
     router = ShardRouter(remote, shard.table, lifecycle, gate, rates, logs_requests)
     v2 = V2Http(router, limits, gate, logs_requests)
     http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare)

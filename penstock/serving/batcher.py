@@ -52,6 +52,8 @@ class Batcher(Lanes):
         if self._is_limited and (self.num_queued or self._elsewhere is not None):
             self._check_wait(request, policy, now)
         self._append(request, geometry)
+        if self._elsewhere is not None:
+            self._show_arrival(request, request.timings.queued)
         if policy.default_timeout_s or policy.allow_timeout_override:
             self._expect(request, policy, now)
 

@@ -112,6 +112,12 @@ class HangLimits:
             recent = self._recent[num_rows.bit_length()] = deque(maxlen=NUM_REMEMBERED)
         recent.append(duration_s)
 
+    @property
+    def longest_s(self) -> float:
+        """The limit of a batch of any size that was seen."""
+        limits = (self.limit_s(1 << (num_bits - 1)) for num_bits in self._recent if num_bits)
+        return max(limits, default=self._min_s)
+
     def limit_s(self, num_rows: int) -> float:
         recent = sorted(self._recent.get(num_rows.bit_length(), ()))
         p99 = recent[int(len(recent) * 0.99)] if recent else 0.0

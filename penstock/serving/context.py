@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +49,8 @@ class ModelContext:
     # Set if workers also serve other shards: whether the one of an instance seems to have nothing
     # to do. A hint: if it is wrong, a batch is formed too early, or claimed first.
     sees_idle: Callable[[int], bool] | None = None
+    # How many batches it has run for all shards. Also a hint; not a number if it is unknown.
+    num_batches: Callable[[int], float] = lambda index: math.nan
 
 
 def log_about(

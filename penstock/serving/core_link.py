@@ -7,6 +7,7 @@ shards in processes of their own can send them.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,11 +71,12 @@ class CoreLink(Protocol):
 class ShardSetup:
     """What a model needs to know to be one of several shards' parts. `core` is in another process,
     which has the workers and started them already; None: the workers are started here. `sees_idle`
-    as in `ModelContext`; `elsewhere` is what other shards have queued."""
+    and `num_batches` as in `ModelContext`; `elsewhere` is what other shards have queued."""
 
     core: CoreLink | None = None
     sees_idle: Callable[[int], bool] | None = None
     elsewhere: Elsewhere = NOTHING_ELSEWHERE
+    num_batches: Callable[[int], float] = lambda index: math.nan
 
 
 ONLY_SHARD = ShardSetup()

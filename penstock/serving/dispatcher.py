@@ -92,6 +92,7 @@ class Dispatcher:
         self._guard.table.expire(self._clock())
         # Queued requests may have expired although no instance became free.
         self.pump_if_waiting()
+        self.publish()
         self._replies.log_overload_end()
 
     def close(self) -> None:
@@ -135,12 +136,17 @@ class Dispatcher:
             self._end_try()
         has_idle = self._fill_workers(now)
         if self._wants is not None:
+            # Workers that hear of it look at the page.
+            self._queue.batcher.publish(now)
             has_idle = self._wants.send(self.workers, now) or has_idle
         self._arm_timer(now, only_expiry=not has_idle)
-        if self._wants is not None:
-            self._queue.batcher.publish(now)
         if self._idle_waiters:
             self.check_idle()
+
+    def publish(self) -> None:
+        """Show other shards what is queued here, after requests were taken from the queue."""
+        if self._wants is not None:
+            self._queue.batcher.publish(self._clock())
 
     def pump_if_waiting(self) -> None:
         if self._queue.num_waiting:
@@ -296,7 +302,7 @@ class Dispatcher:
     def _claimed(self, worker: WorkerPlace, claim: frames.Claim) -> None:
         """Answer a worker that has a free slot, with a batch or Decline."""
         assert self._wants is not None, "only a worker of several shards claims"
-        now = self._clock()
+        now = worker.told_at = self._clock()
         self._queue.expire(now)
         num_before = len(worker.batches)
         requests = self._wants.take(claim, worker, now)
@@ -347,7 +353,6 @@ class Dispatcher:
     ) -> None:
         # Of a merged batch, all of it took this long.
         num_rows = frame.total_rows or batch.num_rows
-        worker.is_shared = num_rows > batch.num_rows
         self.hang_limits.note(num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
         size = frame.total_tokens or batch.num_tokens or num_rows

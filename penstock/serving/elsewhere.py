@@ -47,6 +47,10 @@ class Elsewhere(Protocol):
     def publish(self, load: ShardLoad, now: float) -> None:
         """Show the other shards and the workers what is queued here."""
 
+    def arrived(self, level: int, num_requests: int, size: int, due: float | None) -> None:
+        """Show the queue of this level after an arrival, without waiting for `publish`. `due` is
+        the request's, if nothing was queued before."""
+
 
 class NothingElsewhere:
     """For the batcher of a model that is served by one shard."""
@@ -58,6 +62,9 @@ class NothingElsewhere:
         return self._nothing
 
     def publish(self, load: ShardLoad, now: float) -> None:
+        """Nobody reads it."""
+
+    def arrived(self, level: int, num_requests: int, size: int, due: float | None) -> None:
         """Nobody reads it."""
 
 

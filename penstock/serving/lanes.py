@@ -7,7 +7,7 @@ A request is in at most one place: `request.ticket.queue` is its lane, the rerun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from penstock.config import BatchPolicy, QueuePolicy
@@ -177,7 +177,30 @@ class Lanes:
             return
         if queued is None:
             queued = Queued((0,) * self._num_levels, (0,) * self._num_levels, now)
-        self._elsewhere.publish(ShardLoad(queued, self._counts, work_s), now)
+        counts: Sequence[int] = self._counts
+        if self._alone:
+            queued, counts = self._with_reruns(queued, now)
+        self._elsewhere.publish(ShardLoad(queued, counts, work_s), now)
+
+    def _with_reruns(self, queued: Queued, now: float) -> tuple[Queued, Sequence[int]]:
+        """Add the requests that run again alone, before all others."""
+        again = self._alone
+        rows, counts = list(queued.rows), list(self._counts)
+        rows[0] += sum(request.num_rows for request in again)
+        counts[0] += len(again)
+        tokens = list(queued.tokens)
+        if self._has_budget:
+            tokens[0] += sum(request.num_tokens for request in again)
+        sizes = again[0].num_rows, again[0].num_tokens
+        rate, target = queued.arrivals_per_s, queued.target_size
+        return Queued(tuple(rows), tuple(tokens), now, *sizes, None, rate, target), counts
+
+    def _show_arrival(self, request: Request, due: float) -> None:
+        """Show the other shards a request that was just queued."""
+        assert self._elsewhere is not None
+        level = request.priority
+        counted = self._counts[level], self._sizes[level]
+        self._elsewhere.arrived(level, *counted, due if self.num_queued == 1 else None)
 
     def _lanes_for(self, share: BatchShare | None) -> list[Lane]:
         """Return the lanes that may form a batch, or a part of one, in serving order."""

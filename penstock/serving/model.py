@@ -69,6 +69,7 @@ class Model:
             shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
             saturation=Saturation(clock()),
             sees_idle=shard.sees_idle,
+            num_batches=shard.num_batches,
         )
         self.config = config
         self.metrics = metrics
@@ -208,4 +209,5 @@ class Model:
     def _withdraw(self, request: Request, error: PenstockError, reason: str) -> None:
         if self._queue.remove(request):
             self.memory.release(request, was_dispatched=False)
+            self._dispatcher.publish()
         self._replies.fail(request, error, reason)

@@ -24,6 +24,7 @@ from penstock.serving.metrics import ModelMetrics
 from penstock.serving.proof import agreed
 from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, Quarantine
 from penstock.serving.served import ModelProcess
+from penstock.serving.shared_page import PageBlocks, slots_of_workers
 from penstock.serving.supervisor import Supervisor
 from penstock.wire import frames
 
@@ -32,6 +33,14 @@ log = logging.getLogger("penstock.model")
 HostState = Literal["LOADING", "READY", "UNAVAILABLE"]
 # A shard that has not said in this time what it lost with a worker has lost several requests.
 LOST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlock:
+    """A model's block on the shared page."""
+
+    blocks: PageBlocks
+    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +68,12 @@ class ModelHost:
         start_life: StartLife,
         clock: Callable[[], float],
         metrics: ModelMetrics,
+        block: HostBlock | None = None,
     ) -> None:
+        """`block` is where workers and shards show their load, if there can be several shards."""
         self._config = config
+        self._block = block
+        self._slots = slots_of_workers(config)
         self._clock = clock
         self._metrics = metrics
         self.supervisor = Supervisor(config, start_life)
@@ -160,6 +173,9 @@ class ModelHost:
             conclude(False)
             return
         self._known.discard(instance.life)
+        if self._block is not None:
+            for slot in self._slots[instance.index]:
+                self._block.blocks.page.clear_slot(self._block.number, slot)
         timer = asyncio.get_running_loop().call_later(LOST_S, self._miss_all, instance.life)
         death = Death(instance, instance.life, set(self._parts), conclude, timer)
         self._deaths[death.life] = death
@@ -278,7 +294,12 @@ class ModelHost:
             with theirs:
                 part.set_worker(worker, ours)
                 attach = frames.Attach(shard, instance.life)
-                instance.send(frames.encode(attach), (theirs.fileno(),))
+                fds: tuple[int, ...] = (theirs.fileno(),)
+                if self._block is not None:
+                    attach.block = self._block.number
+                    attach.first_slot = self._slots[instance.index].start
+                    fds = (*fds, self._block.blocks.fd)
+                instance.send(frames.encode(attach), fds)
         except OSError as error:
             self.supervisor.give_up(instance, f"the worker could not be connected ({error})")
 

@@ -52,6 +52,7 @@ class Readiness:
         self._metrics = context.metrics
         self._saturation = context.saturation
         self._clock = context.clock
+        self._num_batches = context.num_batches
         self.state: State = "LOADING"
         self.reason = ""
         # Why the last worker ended.
@@ -120,6 +121,7 @@ class Readiness:
         self._guard.table.replace(quarantine.bodies, quarantine.keys)
         if self._guard.table.is_active:
             self._queue.refuse_quarantined()
+            self._dispatcher.publish()
 
     def may_try(self) -> None:
         self._dispatcher.pump_if_waiting()
@@ -137,12 +139,24 @@ class Readiness:
         now = self._clock()
         for worker in self._workers:
             if not worker.batches:
+                if worker.is_wanting and self._is_silent(worker, now):
+                    self._core.hung(worker.index, worker.life)
                 continue
             batch = worker.batches[0]
             limit_s = self._dispatcher.hang_limits.limit_s(batch.num_rows)
             # Batches that were sent before this one ran first.
             if now > max(batch.started, worker.answered_at) + limit_s:
                 self._core.hung(worker.index, worker.life)
+
+    def _is_silent(self, worker: WorkerPlace, now: float) -> bool:
+        """Whether a worker that shows a busy slot does not claim what this shard wants to run, and
+        has not run a batch of any shard for twice as long as a batch may take: if it runs one, the
+        shards that have it know better when it is overdue."""
+        num_shown = self._num_batches(worker.index)
+        if num_shown != worker.num_shown:
+            worker.num_shown, worker.shown_at = num_shown, now
+        since = max(worker.told_at, worker.answered_at, worker.shown_at)
+        return now > since + 2 * self._dispatcher.hang_limits.longest_s
 
     def _fail_if_unavailable(self) -> None:
         """Fail queued requests when no worker came back in time."""

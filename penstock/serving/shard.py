@@ -16,13 +16,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from penstock.config import ModelConfig
 from penstock.errors import NotFound
 from penstock.serving.core_link import ModelPart, ShardSetup
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics_record import MetricsRecord, record
 from penstock.serving.model import Model
 from penstock.serving.model_table import LoadFailure, ModelTable
-from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.serving.pipeline import StagePipeline, make_model, stages_of
+from penstock.serving.shared_page import PageElsewhere, SharedPage, slots_of_workers
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.shard")
@@ -98,10 +100,13 @@ class ShardTable(ModelTable):
 
 
 class Shard:
-    """`table` is what requests find. `published` is set when the core has published it first."""
+    """`table` is what requests find. `published` is set when the core has published it first. On
+    the `page`, the cells of this `number` are its own."""
 
-    def __init__(self, send: Callable[[frames.Frame], None]) -> None:
+    def __init__(self, send: Callable[[frames.Frame], None], page: SharedPage, number: int) -> None:
         self._send = send
+        self._page = page
+        self._number = number
         self._loop = asyncio.get_running_loop()
         self.table = ShardTable()
         self.published = asyncio.Event()
@@ -177,13 +182,29 @@ class Shard:
         if opening.model in self._models:
             return
         cores = [RemoteCore(number, self._send) for number in opening.parts]
-        setups = [ShardSetup(core, _seems_idle) for core in cores]
-        model = make_model(opening.config, quotas=self.table.quotas, shards=setups)
+        config = opening.config
+        configs = [stage.config for stage in stages_of(config)] if config.is_staged else [config]
+        places = zip(cores, configs, opening.blocks, strict=True)
+        setups = [self._set_up(*place) for place in places]
+        model = make_model(config, quotas=self.table.quotas, shards=setups)
         stages = model.models if isinstance(model, StagePipeline) else [model]
         for number, stage, core in zip(opening.parts, stages, cores, strict=True):
             self._parts[number] = stage.readiness, core
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
+
+    def _set_up(self, core: RemoteCore, config: ModelConfig, block: int) -> ShardSetup:
+        """Connect a stage with the core, and by the page with the other shards and the workers."""
+        policy, slots = config.batching, slots_of_workers(config)
+        levels, has_budget = max(1, policy.num_priorities), policy.max_tokens is not None
+        place = self._page, block, self._number, len(config.devices)
+        elsewhere = PageElsewhere(*place, levels, has_budget)
+        return ShardSetup(
+            core,
+            lambda index: elsewhere.has_idle(slots[index]),
+            elsewhere,
+            lambda index: elsewhere.num_batches(slots[index]),
+        )
 
     async def _retire(self, number: int) -> None:
         model = self._models.pop(number, None)
@@ -206,11 +227,6 @@ class Shard:
         for part, _ in list(self._parts.values()):
             with contextlib.suppress(OSError):
                 part.tick()
-
-
-def _seems_idle(index: int) -> bool:
-    """Take it that a worker has nothing to do, unless its last batch was shared."""
-    return True
 
 
 def _read_model(model: Model | StagePipeline) -> ModelReading:

@@ -74,10 +74,12 @@ class ShardMemory:
 
 
 class ShardLink:
-    """`number` is unique among all links that the worker has ever had."""
+    """`number` is unique among all links that the worker has ever had; a `shard` that is started
+    again has the same number in the server."""
 
-    def __init__(self, number: int, channel: Channel) -> None:
+    def __init__(self, number: int, channel: Channel, shard: int = 0) -> None:
         self.number = number
+        self.shard = shard
         self.channel = channel
         # None until its Hello.
         self.memory: ShardMemory | None = None

@@ -25,10 +25,11 @@ from penstock.serving.batches import NUM_RECENT
 from penstock.serving.explain import Explanation, SeenShape, mode_of
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.metrics_record import MetricsRecord, add
-from penstock.serving.model_host import ModelHost
+from penstock.serving.model_host import HostBlock, ModelHost
 from penstock.serving.pipeline import stages_of
 from penstock.serving.served import ModelProcess
 from penstock.serving.shard import ModelReading, decode_explanation, decode_readings
+from penstock.serving.shared_page import PageBlocks, PageLayout
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -120,9 +121,12 @@ class ShardedModel:
             names += [(f"{config.name}:{each.name}", each.config) for each in stages_of(config)]
         stages = names[1:] or names
         self.stages: list[StageHost] = []
-        for name, stage in stages:
+        # On the shared page; given back when all its writers have ended.
+        self._blocks = shards.blocks.take([len(stage.devices) for _, stage in stages])
+        for (name, stage), number in zip(stages, self._blocks, strict=True):
             metrics = ModelMetrics(name, config.version, config.metric_tags)
-            host = ModelHost(stage, start_life, time.monotonic, metrics)
+            block = HostBlock(shards.blocks, number)
+            host = ModelHost(stage, start_life, time.monotonic, metrics, block)
             self.stages.append(StageHost(next(shards.numbers), host, metrics))
         self._load_s = 0.0
         self.metrics = self._new_metrics()
@@ -138,7 +142,7 @@ class ShardedModel:
     @property
     def opening(self) -> frames.OpenModel:
         numbers = tuple(stage.number for stage in self.stages)
-        return frames.OpenModel(self.number, self.config, numbers)
+        return frames.OpenModel(self.number, self.config, numbers, self._blocks)
 
     @property
     def is_ready(self) -> bool:
@@ -192,6 +196,8 @@ class ShardedModel:
         self._is_closing = True
         await self._shards.retire_model(self)
         await asyncio.gather(*(stage.host.stop() for stage in self.stages))
+        blocks, self._blocks = self._blocks, ()
+        self._shards.blocks.give_back(blocks)
 
     def join(self, shard: int, session: ShardSession) -> None:
         """Let a shard that has opened the model serve it."""
@@ -309,6 +315,8 @@ class Shards:
     """Invariant: a session in `_ready` has every model of `_models` open, and the last published
     table, or is about to be told."""
 
+    # How many shards there are.
+    number: int
     _sessions: dict[int, ShardSession] = field(default_factory=dict)
     _models: dict[int, ShardedModel] = field(default_factory=dict)
     _stages: dict[int, ModelHost] = field(default_factory=dict)
@@ -317,6 +325,13 @@ class Shards:
     table: Callable[[], frames.Publish] = lambda: frames.Publish(0, {}, {}, ())
     _epoch: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.blocks = PageBlocks(PageLayout(self.number))
+
+    def close(self) -> None:
+        """Release the shared page, once all models and shards have ended."""
+        self.blocks.close()
 
     async def open(self, shard: int, session: ShardSession) -> None:
         """Tell a new process of a shard all that it must know."""
@@ -328,6 +343,7 @@ class Shards:
 
     def lose(self, shard: int) -> None:
         """Forget a shard whose process has ended."""
+        self.blocks.lose_shard(shard)
         if self._sessions.pop(shard, None) is not None:
             for model in self._models.values():
                 model.leave(shard)

@@ -11,7 +11,8 @@ only change what is refused or how batches are divided, never an answer.
       queue      the shard     requests, rows, tokens, work by level; due, head, arrivals
       limits     the shard     for each slot, when its oldest batch is overdue
       held       the shard     requests by API key
-      slot       the worker    predicted end of the batch that runs in it (0: idle), start, rows
+      slot       the worker    predicted end of the batch that runs in it (0: idle; infinity: it
+                               does not exist), start, rows
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import fcntl
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.serving.elsewhere import OtherShards, ShardLoad
 from penstock.serving.paces import ARRIVALS_S
@@ -60,8 +63,8 @@ class PageLayout:
     """Where cells are. `max_slots`: of all workers of one model."""
 
     num_shards: int
-    max_models: int = 64
-    max_slots: int = 64
+    max_models: int = 256
+    max_slots: int = 256
 
     @property
     def _limit_cells(self) -> int:
@@ -158,15 +161,17 @@ class SharedPage:
         self.cells[at + CONNECTIONS] = num_connections
         self.cells[at + HEARTBEAT] = now
 
-    def clear_shard(self, shard: int) -> None:
-        """Remove what a dead shard has shown. Only the core, before a successor starts."""
+    def clear_shard(self, shard: int, models: Iterable[int] | None = None) -> None:
+        """Remove what a dead shard has shown of these models, or of all. Only the core, before a
+        successor starts."""
         layout = self.layout
         self._clear(layout.shard_at(shard), SHARD_CELLS)
-        for model in range(layout.max_models):
+        for model in range(layout.max_models) if models is None else models:
             self._clear(layout.queue_at(model, shard), layout.shard_cells)
 
     def clear_model(self, model: int) -> None:
-        """Remove everything of a model that was unloaded. Only the core."""
+        """Remove everything of a model that was unloaded. Only the core, before the next one uses
+        the block."""
         self._clear(self.layout.model_at(model), self.layout.model_cells)
 
     def clear_slot(self, model: int, slot: int) -> None:
@@ -188,6 +193,10 @@ class SharedPage:
 
     def show_idle(self, model: int, slot: int) -> None:
         self.cells[self.layout.slot_at(model, slot) + ENDS_AT] = 0.0
+
+    def show_missing(self, model: int, slot: int) -> None:
+        """Show that the worker has no such slot: it is never idle, and nothing runs in it."""
+        self.cells[self.layout.slot_at(model, slot) + ENDS_AT] = math.inf
 
     def is_idle(self, model: int, slot: int) -> bool:
         return self.cells[self.layout.slot_at(model, slot) + ENDS_AT] == 0.0
@@ -233,6 +242,51 @@ class SharedPage:
         )
 
 
+class PageBlocks:
+    """The page as the core has it: `fd` is for other processes. Each loaded model, or each stage of
+    one, has a block of its own, which another gets when it is unloaded."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        self.page, self.fd = SharedPage.create(layout)
+        # The block that was used last comes last.
+        self._free = deque(range(layout.max_models))
+        self._used: set[int] = set()
+
+    def take(self, nums_slots: Sequence[int]) -> tuple[int, ...]:
+        """Return a block for each of these numbers of slots; ConfigError if there is no room."""
+        layout = self.page.layout
+        for num_slots in nums_slots:
+            if num_slots > layout.max_slots:
+                raise ConfigError(
+                    f"the model has {num_slots} instances; with --shards, "
+                    f"{layout.max_slots} are possible"
+                )
+        if len(nums_slots) > len(self._free):
+            raise ConfigError(
+                f"{len(self._used)} models and stages of models are loaded; with --shards, "
+                f"{layout.max_models} are possible"
+            )
+        taken = tuple(self._free.popleft() for _ in nums_slots)
+        self._used.update(taken)
+        for block in taken:
+            self.page.clear_model(block)
+        return taken
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Free the blocks of a model whose writers have ended."""
+        for block in blocks:
+            self._used.discard(block)
+            self._free.append(block)
+
+    def lose_shard(self, shard: int) -> None:
+        """Remove what a dead shard has shown."""
+        self.page.clear_shard(shard, self._used)
+
+    def close(self) -> None:
+        self.page.close()
+        os.close(self.fd)
+
+
 class PageElsewhere:
     """The other shards of one model, as the page shows them; has the interface `Elsewhere`. Figures
     are at most MAX_AGE_S old. `num_slots`: of all workers of the model."""
@@ -254,11 +308,15 @@ class PageElsewhere:
                 f"{layout.max_slots}"
             )
         self._num_levels = min(NUM_LEVELS, policy_levels)
+        # Levels whose cells stand for no other level.
+        self._num_single = NUM_LEVELS - (policy_levels > NUM_LEVELS)
         self._size_cells = TOKENS if has_budget else ROWS
         self._others = OtherShards()
         self._looked_at = self._rates_at = -math.inf
         begin = layout.queue_at(model, 0)
         self._queues = page.cells[begin : layout.queue_at(model, layout.num_shards)]
+        own = layout.queue_at(model, shard)
+        self._own = page.cells[own : own + QUEUE_CELLS]
         self._slots = page.cells[layout.slot_at(model, 0) : layout.slot_at(model, num_slots)]
         self._stride = layout.shard_cells
 
@@ -279,6 +337,23 @@ class PageElsewhere:
 
     def publish(self, load: ShardLoad, now: float) -> None:
         self._page.show_queue(self._model, self._shard, load, now)
+
+    def arrived(self, level: int, num_requests: int, size: int, due: float | None) -> None:
+        if level < self._num_single:
+            own = self._own
+            if due is not None:
+                own[DUE] = due
+            own[self._size_cells + level] = size
+            own[REQUESTS + level] = num_requests
+
+    def has_idle(self, slots: range) -> bool:
+        """Whether one of these slots, which are a worker's, seems to be idle."""
+        cells = self._slots
+        return any(cells[SLOT_CELLS * slot + ENDS_AT] == 0.0 for slot in slots)
+
+    def num_batches(self, slots: range) -> float:
+        """Return how many batches ran in these slots; not a number if the page is wrong."""
+        return sum(self._slots[SLOT_CELLS * slot + NUM_BATCHES] for slot in slots)
 
     def _column(self, cell: int) -> Sequence[float]:
         """Return this cell of the other shards."""
@@ -303,6 +378,16 @@ class PageElsewhere:
     def _arrivals_per_s(self, now: float) -> float:
         rates, times = self._column(ARRIVALS), self._column(ARRIVED_AT)
         return sum(faded(rate, at, now) for rate, at in zip(rates, times, strict=True))
+
+
+def slots_of_workers(config: ModelConfig) -> list[range]:
+    """Return the slots of each worker of a model, in its block of the page."""
+    found: list[range] = []
+    begin = 0
+    for _, num_slots in config.workers:
+        found.append(range(begin, begin + num_slots))
+        begin += num_slots
+    return found
 
 
 def bounded(value: float, limit: float) -> float:

@@ -149,6 +149,8 @@ class SloBatcher(Lanes):
         if self.num_queued or num_running >= paces.num_executors or there and there.sizes[-1]:
             self._check(request, geometry, pace, now, there)
         self._append(request, geometry)
+        if there is not None:
+            self._show_arrival(request, self._deadlines.at(request))
         self._work_s += pace.work_s(self._size(request))
         if self._turn_began is None:
             self._turn_began = now

@@ -27,8 +27,7 @@ class Wants:
 
     def may_offer(self, worker: WorkerPlace) -> bool:
         """Whether to send a batch unasked; there is at most one that was not answered."""
-        is_busy = worker.batches or worker.is_shared
-        return not is_busy and self._sees_idle(worker.index)
+        return not worker.batches and self._sees_idle(worker.index)
 
     def wanted(self, now: float) -> frames.Want | None:
         """Return what a worker could claim; None: nothing now."""
@@ -46,7 +45,7 @@ class Wants:
         want = self.wanted(now) if deaf else None
         if want is not None:
             for worker in deaf:
-                worker.is_wanting = True
+                worker.is_wanting, worker.told_at = True, now
                 worker.send(want)
         return bool(deaf)
 

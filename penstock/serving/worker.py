@@ -30,9 +30,11 @@ from penstock.processes.start import begin_life, take_part
 from penstock.serving.claims import ClaimRows, Claims, Offer, StartBatch
 from penstock.serving.executor import BatchExecutor, Begun, Part, explain_error
 from penstock.serving.shard_link import ShardLink, ShardMemory
+from penstock.serving.shared_page import SharedPage
 from penstock.serving.shares import Queued
 from penstock.serving.slab import Segment
 from penstock.serving.worker_load import MemoryLimit, describe_load_error, load_runner
+from penstock.serving.worker_slots import WorkerSlots
 from penstock.system import logs
 from penstock.wire import frames
 
@@ -77,6 +79,8 @@ class Worker:
     _links: dict[int, ShardLink] = field(default_factory=dict)
     _num_links: int = 0
     _claims: Claims | None = None
+    # Its place on the shared page; None: the model has one shard.
+    _slots: WorkerSlots | None = None
     # Whether `Claims` decides what runs.
     _is_shared: bool = False
     _begun: queue.SimpleQueue[Run | None] = field(default_factory=queue.SimpleQueue)
@@ -137,6 +141,8 @@ class Worker:
         for link in self.links:
             self._detach(link)
         self._forget_unused()
+        if self._slots is not None:
+            self._slots.close()
         if self._wake_fd is not None:
             os.close(self._wake_fd)
             self._wake_fd = None
@@ -171,7 +177,9 @@ class Worker:
         if isinstance(frame, frames.LoadModel):
             return self._load(frame)
         if isinstance(frame, frames.Attach):
-            self._attach(socket.socket(fileno=fds[0]))
+            if frame.block is not None:
+                self._open_page(frame, fds.pop())
+            self._attach(socket.socket(fileno=fds[0]), frame.shard)
         elif isinstance(frame, frames.Stop):
             self._finish_all()
             return False
@@ -207,15 +215,34 @@ class Worker:
         self._tell_core(ready)
         return True
 
-    def _attach(self, sock: socket.socket) -> None:
+    def _open_page(self, frame: frames.Attach, fd: int) -> None:
+        """Map the shared page, once."""
+        claims, config = self._claims, self._config
+        if self._slots is None and frame.block is not None:
+            assert claims is not None and config is not None, "a model is loaded first"
+            num_slots = config.num_instances if config.uses_gpu else 1
+            slots = range(frame.first_slot, frame.first_slot + num_slots)
+            page = SharedPage.open(fd)
+            self._slots = WorkerSlots(page, frame.block, slots, claims.num_slots)
+            claims.read = self._read_queue
+        os.close(fd)
+
+    def _read_queue(self, number: int, now: float) -> Queued | None:
+        """Return what the shard of this link shows on the page."""
+        for link in self._links.values():
+            if link.number == number and self._slots is not None:
+                return self._slots.read(link.shard, now)
+        return None
+
+    def _attach(self, sock: socket.socket, shard: int) -> None:
         """Serve one more shard."""
         self._num_links += 1
-        link = ShardLink(self._num_links, Channel(sock))
+        link = ShardLink(self._num_links, Channel(sock), shard)
         self._links[sock.fileno()] = link
         self._epoll.register(sock.fileno(), select.EPOLLIN)
         assert self._claims is not None, "a model is loaded first"
         self._claims.attach(link.number)
-        self._is_shared = self._is_shared or len(self._links) > 1
+        self._is_shared = self._is_shared or len(self._links) > 1 or self._slots is not None
 
     def _detach(self, link: ShardLink) -> None:
         """Forget a shard whose socket has closed. Its memory stays while a batch uses it."""
@@ -297,13 +324,22 @@ class Worker:
             ended, self._ended = self._ended, []
         for batch, at, has_failed in ended:
             claims.ended(batch, at, has_failed=has_failed)
+            if self._slots is not None:
+                self._slots.end(batch)
         links = {link.number: link for link in self.links}
         for decision in claims.decide(time.monotonic()):
             if isinstance(decision, ClaimRows):
                 links[decision.shard].send(_claim(decision))
                 continue
             parts = [each for offer in decision.offers if isinstance(each := offer.frame, Part)]
+            if self._slots is not None:
+                self._slots.start(decision)
             self._run(Run(parts, decision))
+        if self._slots is not None:
+            # A batch that has ended meanwhile leads to the next decision first.
+            if claims.is_idle and not self._ended:
+                self._slots.rest()
+            return
         self._is_shared = len(self._links) > 1 or not claims.is_empty
 
     def _pin(self, memory: memoryview) -> None:

@@ -28,8 +28,11 @@ class WorkerPlace:
     is_leaving: bool = False
     # It serves other shards too, and knows that this one has something to claim.
     is_wanting: bool = False
-    # Its last batch had rows of other shards, so it probably has some now.
-    is_shared: bool = False
+    # How many batches it has run for all shards by the page, and when that last changed.
+    num_shown: float = 0.0
+    shown_at: float = 0.0
+    # When it was last told that there is something to claim, or has claimed.
+    told_at: float = 0.0
     batches: list[RunningBatch] = field(default_factory=list)
     # When it last answered a batch, by the model's clock.
     answered_at: float = 0.0
@@ -38,7 +41,7 @@ class WorkerPlace:
         """Use a new worker, which is ready."""
         self.close()
         self.life, self.link = life, link
-        self.is_leaving = self.is_wanting = self.is_shared = False
+        self.is_leaving = self.is_wanting = False
 
     def send(self, frame: frames.ShardToWorker) -> None:
         """Frames to a dead worker are dropped."""

@@ -99,10 +99,14 @@ class Enclosed(Frame, tag="seg"):
 
 
 class Attach(Frame, tag="att"):
-    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts."""
+    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts. If
+    there can be others, the descriptor of the shared page comes second; the worker's slots begin at
+    `first_slot` of this `block` there."""
 
     shard: int
     life: int = 0
+    block: int | None = None
+    first_slot: int = 0
 
 
 class Hello(Frame, tag="hi"):
@@ -277,7 +281,8 @@ class OpenFront(Frame, tag="open"):
     logs_requests: bool = False
     # The TLS files; None: plain text.
     tls: TlsConfig | None = None
-    # Number of a shard; None: a front, which has no models. A third descriptor is its listener.
+    # Number of a shard; None: a front, which has no models. A third descriptor is its listener, a
+    # fourth the shared page.
     shard: int | None = None
     # For a shard: requests per second of the API keys that have a limit.
     rates: dict[bytes, float] = {}
@@ -503,11 +508,13 @@ class FromPart(Frame, tag="fpt"):
 
 
 class OpenModel(Frame, tag="opm"):
-    """Prepare to serve a version of a model; `parts` number its stages."""
+    """Prepare to serve a version of a model; `parts` number its stages, `blocks` are theirs on the
+    shared page."""
 
     model: int
     config: ModelConfig
     parts: tuple[int, ...]
+    blocks: tuple[int, ...]
 
 
 class Publish(Frame, tag="pub"):

@@ -5,9 +5,13 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import os
+import random
 import re
+import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -20,6 +24,8 @@ from load import Load
 from served import Served, null_model, num_sockets
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from waiting import wait_until
+
+from penstock.serving.shared_page import HEADER_CELLS, REQUESTS, SharedPage
 
 POISON = 13
 # Requests may wait for as long as the machine makes them.
@@ -205,6 +211,133 @@ def test_all_shards_together_keep_the_rate_of_a_key(tmp_path: Path):
         # The bucket holds a second's worth, and is refilled meanwhile.
         assert 10 <= statuses.count(200) <= 10 + 10 * elapsed_s
         assert statuses[:10] == [200] * 10
+
+
+def open_page(served: Served) -> SharedPage:
+    """The page of a server's shards and workers."""
+    folder = Path(f"/proc/{served.process.pid}/fd")
+    link = next(each for each in folder.iterdir() if "penstock-page" in os.readlink(each))
+    fd = os.open(link, os.O_RDWR)
+    try:
+        return SharedPage.open(fd)
+    finally:
+        os.close(fd)
+
+
+def num_queued(page: SharedPage) -> float:
+    """Requests of the first model that all shards show."""
+    layout = page.layout
+    shards = range(layout.num_shards)
+    return sum(page.cells[layout.queue_at(0, shard) + REQUESTS] for shard in shards)
+
+
+@contextlib.contextmanager
+def stopped_worker(served: Served, page: SharedPage) -> Iterator[None]:
+    """Stop the worker while it runs a batch, so that its slot stays busy."""
+    first = send(served.port, 1)
+    wait_until(lambda: not page.is_idle(0, 0))
+    (worker,) = served.workers()
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    assert receive(first) == (200, 1)
+
+
+def send(port: int, value: int) -> http.client.HTTPConnection:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    tensor = {"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [value]}
+    client.request("POST", "/v2/models/m/infer", json.dumps({"inputs": [tensor]}))
+    return client
+
+
+def is_answered(client: http.client.HTTPConnection) -> bool:
+    return bool(select.select([client.sock], [], [], 0)[0])
+
+
+def receive(client: http.client.HTTPConnection) -> tuple[int, object]:
+    answer = client.getresponse()
+    told = json.loads(answer.read())
+    client.close()
+    return answer.status, told["outputs"][0]["data"][0] if answer.status == 200 else told["error"]
+
+
+LONG = 'parameters { key: "penstock.hang_s" value { string_value: "600" } }'
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_the_size_of_the_queue_is_limited_for_all_shards_together(tmp_path: Path, num_shards: int):
+    limit = 10
+    policy = f"max_queue_size: {limit} default_timeout_microseconds: 600000000"
+    batching = f"default_queue_policy {{ {policy} }}"
+    null_model(tmp_path, "m", batching=batching, config=LONG, a_ms=300)
+    with Served(tmp_path, "--shards", str(num_shards)) as served:
+        wait_until(lambda: len(served.http_fronts()) == num_shards)
+        page = open_page(served)
+        with stopped_worker(served, page):
+            admitted, refused = [], []
+            for value in range(2, 50):
+                client = send(served.port, value)
+                num_before = len(admitted)
+                wait_until(lambda c=client, n=num_before: is_answered(c) or num_queued(page) > n)
+                (refused if is_answered(client) else admitted).append((value, client))
+            assert len(admitted) == limit == num_queued(page)
+            for _, client in refused:
+                status, error = receive(client)
+                assert status == 503 and f"maximum queue size: {limit}" in error
+        assert [receive(client) for _, client in admitted] == [
+            (200, value) for value, _ in admitted
+        ]
+        assert num_queued(page) == 0
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_an_slo_is_kept_for_all_shards_together(tmp_path: Path, num_shards: int):
+    """The requests that fit the SLO are at most as many as one executor can answer by then: each
+    shard alone would admit about that many."""
+    slo = 'parameters { key: "penstock.slo" value { string_value: "p99 < 20s" } }'
+    null_model(tmp_path, "m", config=LONG + slo, max_batch=1, a_ms=500)
+    with Served(tmp_path, "--shards", str(num_shards)) as served:
+        wait_until(lambda: len(served.http_fronts()) == num_shards)
+        page = open_page(served)
+        with stopped_worker(served, page):
+            clients = [send(served.port, value) for value in range(160)]
+            wait_until(lambda: sum(map(is_answered, clients)) + num_queued(page) >= 160)
+            refused = [receive(client) for client in clients if is_answered(client)]
+            num_late = sum("would be answered in" in str(error) for _, error in refused)
+            # Two more for each other shard, whose figures may be a moment old.
+            assert num_late >= 160 - 40 - 2 * num_shards
+        for client in clients:
+            client.close()
+
+
+def test_random_bits_on_the_page_change_no_answer(served: Served):
+    page = open_page(served)
+    rng = random.Random(7)
+    values = [0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 1e300]
+
+    def fill() -> None:
+        for index in range(HEADER_CELLS, page.layout.model_at(1)):
+            is_random = rng.random() < 0.5
+            bits = struct.unpack("d", rng.randbytes(8))[0]
+            page.cells[index] = bits if is_random else rng.choice(values)
+
+    async def scenario() -> Load:
+        async with Load(served.port, 16, model="m") as load:
+            for _ in range(50):
+                await asyncio.to_thread(fill)
+                await asyncio.sleep(0.02)
+        return load
+
+    tally = asyncio.run(scenario()).tally
+    assert set(tally.statuses) <= {200, 429, 503} and tally.num_good > 0
+    assert tally.num_wrong == tally.num_cut == 0
+    assert metric(served, "penstock_worker_deaths") == 0
+    # What was wrong is replaced by those who know better.
+    wait_until(lambda: infer(served.port, 1) == (200, 1))
+    after = run_load(served, 200).tally
+    assert set(after.statuses) == {200} and after.num_wrong == after.num_cut == 0
 
 
 @pytest.mark.parametrize(

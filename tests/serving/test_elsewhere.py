@@ -232,6 +232,34 @@ class TestFixedDelay:
         assert shards.batchers[0].wanted(0.01) is not None
 
 
+@pytest.mark.parametrize("policy", [FIXED, SLO], ids=["fixed", "slo"])
+def test_a_rerun_is_shown_to_workers_and_other_shards(policy: BatchPolicy) -> None:
+    """A worker that skipped it would let newer requests run first."""
+    shards = Shards(policy)
+    again = make(0.0)
+    again.num_rows = 3
+    shards.batchers[1].rerun_alone(again)
+    shards.batchers[1].publish(0.5)
+    queued = shards.page.read_queue(0, 1, 0.5)
+    assert (queued.num_rows, queued.head_rows, queued.due) == (3, 3, 0.5)
+    assert PageElsewhere(shards.page, 0, 0, 1).look(0.5).num_requests == [1.0]
+    assert shards.batchers[1].next(0.6) == [again]
+    shards.batchers[1].publish(0.6)
+    assert shards.page.read_queue(0, 1, 0.6).num_rows == 0
+
+
+@pytest.mark.parametrize("policy", [FIXED, SLO], ids=["fixed", "slo"])
+def test_an_arrival_is_shown_at_once(policy: BatchPolicy) -> None:
+    shards = Shards(policy)
+    for number in range(3):
+        shards.batchers[1].add(make(0.0), "a", 0.0)
+        there = PageElsewhere(shards.page, 0, 0, 1).look(0.0)
+        assert (there.num_requests, there.sizes) == ([number + 1.0], [number + 1.0])
+    due = shards.page.read_queue(0, 1, 0.0).due
+    shards.batchers[1].publish(0.0)
+    assert shards.page.read_queue(0, 1, 0.0).due == due
+
+
 def test_one_shard_sees_nothing_elsewhere() -> None:
     there = NOTHING_ELSEWHERE.look(0.0)
     assert (there.sizes[-1], there.num_requests[-1], there.work_s[-1]) == (0, 0, 0.0)

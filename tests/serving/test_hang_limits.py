@@ -23,3 +23,12 @@ def test_old_batches_are_forgotten():
     for _ in range(NUM_REMEMBERED):
         limits.note(1, 1.0)
     assert limits.limit_s(1) == pytest.approx(HANG_FACTOR)
+
+
+def test_the_longest_limit_is_that_of_the_slowest_size():
+    limits = HangLimits(5.0)
+    assert limits.longest_s == 5.0
+    limits.note(1, 1.0)
+    limits.note(4, 3.0)
+    limits.note(32, 2.0)
+    assert limits.longest_s == limits.limit_s(4) == HANG_FACTOR * 3.0

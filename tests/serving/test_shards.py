@@ -1,8 +1,12 @@
 """Several shards and one core on one event loop: every frame is encoded, workers are on strings."""
 
 import asyncio
+import math
 import os
+import random
 import socket
+import struct
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -10,14 +14,15 @@ import numpy as np
 import pytest
 from doubles import Puppets, RecordingSink, settle
 
-from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
-from penstock.errors import BackendFailed, NotFound, NotReady, Quarantined
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.errors import BackendFailed, NotFound, NotReady, Overloaded, Quarantined
 from penstock.processes import restarts
 from penstock.repository.layout import RepositoryScan
 from penstock.serving import model_host
 from penstock.serving.catalog import Catalog
 from penstock.serving.shard import Shard
 from penstock.serving.shards import ShardGone, Shards
+from penstock.serving.shared_page import HEADER_CELLS, REQUESTS, SharedPage
 from penstock.types import Request, TensorSpec, from_array
 from penstock.wire import frames
 
@@ -43,7 +48,7 @@ class Session:
         self._number = number
         self.is_open = True
         self.is_silent = False
-        self.shard = Shard(self._tell)
+        self.shard = Shard(self._tell, shards.blocks.page, number)
 
     def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None:
         if not self.is_open or self.is_silent:
@@ -88,7 +93,7 @@ class Server:
 
     def __init__(self, num_shards: int = 2) -> None:
         self.puppets = Puppets()
-        self.shards = Shards()
+        self.shards = Shards(num_shards)
         self.catalog = Catalog(self.puppets, shards=self.shards)
         self.sessions = [Session(self.shards, number) for number in range(num_shards)]
 
@@ -103,6 +108,7 @@ class Server:
         await self.run(self.catalog.close())
         for session in self.sessions:
             await session.shard.close()
+        self.shards.close()
 
     async def run(self, doing: Awaitable[object]) -> object:
         """Let the workers work until this is done."""
@@ -341,3 +347,199 @@ def test_explanations_of_all_shards_are_joined():
         assert sum(batch.num_requests for batch in told.recent) == 8
 
     run(scenario)
+
+
+def block_of(server: Server, name: str = "echo") -> int:
+    """The model's block on the page."""
+    (block,) = server.catalog.find(name).opening.blocks
+    return block
+
+
+def num_shown(server: Server, shard: int) -> float:
+    """How many requests a shard shows as queued."""
+    page = server.shards.blocks.page
+    return page.cells[page.layout.queue_at(block_of(server), shard) + REQUESTS]
+
+
+def occupy(server: Server) -> None:
+    """Show the only slot as busy, so that shards queue what they get."""
+    now = time.monotonic()
+    server.shards.blocks.page.show_batch(block_of(server), 0, now, now + 60.0, 1)
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("limit", ["max_queue_size", "max_pending"])
+def test_limits_of_the_queue_apply_to_all_shards_together(num_shards, limit):
+    policy = BatchPolicy(8, is_dynamic=True)
+    if limit == "max_pending":
+        policy = replace(policy, max_pending=10)
+    else:
+        policy = replace(policy, policies=(QueuePolicy(max_queue_size=10),))
+
+    async def scenario(server):
+        await server.load(replace(ECHO, batching=policy))
+        occupy(server)
+        requests = []
+        for number in range(40):
+            requests.append(server.send(number % num_shards, number))
+            # The figures of others may be a moment old.
+            time.sleep(0.0001)
+        assert sum(num_shown(server, shard) for shard in range(num_shards)) == 10
+        answers = await server.answers(*requests)
+        assert answers[:10] == list(range(10))
+        assert all(isinstance(each, Overloaded) for each in answers[10:])
+        assert [num_shown(server, shard) for shard in range(num_shards)] == [0.0] * num_shards
+
+    run(scenario, num_shards)
+
+
+def test_a_cancelled_request_is_not_shown_any_more():
+    async def scenario(server):
+        await server.load(ECHO)
+        occupy(server)
+        request, kept = server.send(1, 1), server.send(1, 2)
+        await settle()
+        assert num_shown(server, 1) == 2
+        server.sessions[1].shard.table.find("echo").cancel(request)
+        assert num_shown(server, 1) == 1
+        assert await server.answers(kept) == [2]
+
+    run(scenario)
+
+
+def test_an_idle_worker_gets_batches_unasked_even_after_a_merged_one():
+    async def scenario(server):
+        await server.load(ECHO)
+        page, block = server.shards.blocks.page, block_of(server)
+        assert await server.answers(server.send(0, 1), server.send(1, 2)) == [1, 2]
+        assert page.is_idle(block, 0)
+        for shard in range(2):
+            request = server.send(shard, 3)
+            await settle()
+            (place,) = server.sessions[shard].shard.table.find("echo").workers
+            assert len(place.batches) == 1, "sent without a claim"
+            assert await server.answers(request) == [3]
+        assert page.is_idle(block, 0)
+
+    run(scenario)
+
+
+def test_a_busy_worker_is_not_sent_batches_unasked():
+    async def scenario(server):
+        await server.load(ECHO)
+        occupy(server)
+        request = server.send(0, 1)
+        await settle()
+        (place,) = server.sessions[0].shard.table.find("echo").workers
+        assert not place.batches and place.is_wanting
+        assert await server.answers(request) == [1]
+
+    run(scenario)
+
+
+def test_a_worker_that_seems_busy_but_neither_claims_nor_runs_is_killed():
+    """Its slot is still shown as busy: no shard has a batch there whose limit could pass."""
+
+    async def scenario(server):
+        await server.load(replace(ECHO, hang_s=0.2))
+        occupy(server)
+        request = server.send(0, 1)
+        await settle()
+        part = server.sessions[0].shard.table.find("echo").readiness
+        (life,) = server.puppets.alive
+        page, block = server.shards.blocks.page, block_of(server)
+        for _ in range(3):
+            time.sleep(0.25)
+            page.show_batch(block, 0, 0.0, 1.0, 1)
+            part.tick()
+            await settle()
+        assert life.is_alive, "it runs batches of other shards"
+        for _ in range(2):
+            time.sleep(0.25)
+            part.tick()
+            await settle()
+        assert not life.is_alive
+        assert await server.answers(request) == [1]
+        assert server.catalog.find("echo").stages[0].metrics.num_deaths["hang"] == 1
+
+    run(scenario)
+
+
+def test_the_dead_show_nothing():
+    async def scenario(server):
+        await server.load(ECHO)
+        page, block = server.shards.blocks.page, block_of(server)
+        occupy(server)
+        server.send(0, 1), server.send(1, 2)
+        await settle()
+        await server.sessions[0].end()
+        assert (num_shown(server, 0), num_shown(server, 1)) == (0, 1)
+        (life,) = server.puppets.alive
+        life.kill()
+        await settle()
+        assert page.is_idle(block, 0)
+
+    run(scenario)
+
+
+def test_a_reload_gets_another_block_and_gives_the_old_one_back():
+    async def scenario(server):
+        blocks = set()
+        for version in range(1, 301):
+            await server.load(replace(ECHO, version=str(version)))
+            blocks.add(block_of(server))
+            if version % 50 == 0:
+                requests = [server.send(number % 2, number) for number in range(4)]
+                assert await server.answers(*requests) == list(range(4))
+        assert len(blocks) == 256, "more loads than blocks"
+
+    run(scenario)
+
+
+def test_a_model_that_could_not_be_loaded_gives_its_block_back():
+    async def scenario(server):
+        bad = replace(ECHO, options={"null.no_such_option": "1"})
+        for _ in range(300):
+            await server.load(bad)
+        (failure,) = server.catalog.failures
+        assert "no_such_option" in failure.problems[0]
+
+    run(scenario)
+
+
+class Rubbish:
+    """Fills the page with random bits, except for the header, which is read once."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def __call__(self, page: SharedPage) -> None:
+        rng = self._rng
+        values = [0.0, 1.0, -1.0, math.nan, math.inf, -math.inf, 1e300, time.monotonic()]
+        end = page.layout.model_at(1)
+        for index in range(HEADER_CELLS, end):
+            is_random = rng.random() < 0.3
+            page.cells[index] = (
+                struct.unpack("d", rng.randbytes(8))[0] if is_random else rng.choice(values)
+            )
+
+
+@pytest.mark.parametrize("slo_s", [None, 30.0], ids=["fixed", "slo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_bits_on_the_page_change_no_answer(slo_s, seed):
+    async def scenario(server):
+        policy = replace(ECHO.batching, slo_latency_s=slo_s)
+        await server.load(replace(ECHO, batching=policy))
+        rubbish, page = Rubbish(seed), server.shards.blocks.page
+        num_answered = 0
+        for _ in range(8):
+            rubbish(page)
+            requests = [server.send(number % 3, number) for number in range(6)]
+            await settle()
+            rubbish(page)
+            for number, answer in enumerate(await server.answers(*requests)):
+                assert answer == number or isinstance(answer, Overloaded)
+                num_answered += answer == number
+        assert num_answered > 0
+
+    run(scenario, 3)

@@ -4,6 +4,7 @@ import math
 import os
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 from example_counts import at_most
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from page_hammer import VALUES, hammer
 from simulated_shards import ShardedLoad, simulate_shards
 
-from penstock.config import BatchPolicy
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.serving.elsewhere import ShardLoad
 from penstock.serving.shared_page import (
@@ -20,9 +21,11 @@ from penstock.serving.shared_page import (
     MAX_COUNT,
     MAX_WORK_S,
     QUEUE_CELLS,
+    PageBlocks,
     PageElsewhere,
     PageLayout,
     SharedPage,
+    slots_of_workers,
 )
 from penstock.serving.shares import Queued
 
@@ -89,7 +92,87 @@ class TestLayout:
         assert page.read_queue(1, 0, 0.0).num_rows == 5
 
 
+class TestBlocks:
+    def test_a_block_is_used_again_last_and_clean(self) -> None:
+        blocks = PageBlocks(PageLayout(num_shards=1, max_models=2, max_slots=4))
+        assert blocks.take([4]) == (0,)
+        blocks.page.show_queue(0, 0, load(5), 0.0)
+        blocks.page.show_batch(0, 3, 1.0, 2.0, 8)
+        blocks.give_back((0,))
+        # A writer that has not ended yet.
+        blocks.page.show_queue(0, 0, load(7), 0.0)
+        assert blocks.take([1, 1]) == (1, 0)
+        assert blocks.page.read_queue(0, 0, 0.0).num_rows == 0
+        assert blocks.page.is_idle(0, 3)
+        blocks.close()
+
+    def test_too_much_is_refused_and_takes_nothing(self) -> None:
+        blocks = PageBlocks(PageLayout(num_shards=1, max_models=2, max_slots=4))
+        with pytest.raises(ConfigError, match="has 5 instances; with --shards, 4 are possible"):
+            blocks.take([1, 5])
+        with pytest.raises(ConfigError, match="0 models .* are loaded; with --shards, 2 are"):
+            blocks.take([1, 1, 1])
+        assert blocks.take([4, 4]) == (0, 1)
+        blocks.close()
+
+    def test_a_dead_shard_shows_nothing_of_any_loaded_model(self) -> None:
+        blocks = PageBlocks(PageLayout(num_shards=2, max_models=3, max_slots=4))
+        for block in blocks.take([1, 1]):
+            for shard in range(2):
+                blocks.page.show_queue(block, shard, load(5), 0.0)
+        blocks.lose_shard(1)
+        shown = [blocks.page.read_queue(b, s, 0.0).num_rows for b in (0, 1) for s in (0, 1)]
+        assert shown == [5, 0, 5, 0]
+        blocks.close()
+
+
+def test_each_worker_has_as_many_slots_as_it_runs_batches() -> None:
+    config = ModelConfig("m", "1", "null", "", (), (), max_batch_size=8, batching=BatchPolicy(8))
+    assert slots_of_workers(config) == [range(1)]
+    assert slots_of_workers(replace(config, num_instances=3)) == [
+        range(1),
+        range(1, 2),
+        range(2, 3),
+    ]
+    spread = ("cuda:0", "cuda:1", "cuda:0")
+    on_gpus = replace(config, backend="pytorch", device="cuda", num_instances=3, spread=spread)
+    assert slots_of_workers(on_gpus) == [range(2), range(2, 3)]
+
+
 class TestElsewhere:
+    def test_an_arrival_is_seen_before_it_is_published(self) -> None:
+        page = SharedPage.in_memory(LAYOUT)
+        mine, other = (PageElsewhere(page, 0, shard, 4) for shard in range(2))
+        other.arrived(0, 1, 4, 7.0)
+        other.arrived(0, 2, 6, None)
+        there = mine.look(5.0)
+        assert (there.num_requests, there.sizes) == ([2.0], [6.0])
+        assert page.read_queue(0, 1, 5.0).due == 7.0
+        other.publish(load(0), 5.0)
+        assert mine.look(5.0, is_fresh=True).num_requests == [0.0]
+
+    def test_levels_that_are_shown_together_are_not_overwritten_by_one(self) -> None:
+        page = SharedPage.in_memory(LAYOUT)
+        mine, other = (PageElsewhere(page, 0, shard, 4, policy_levels=5) for shard in range(2))
+        other.publish(load(0, 0, 0, 4, 5), 0.0)
+        other.arrived(4, 11, 6, None)
+        other.arrived(2, 3, 3, None)
+        assert mine.look(0.0).sizes == [0, 0, 3, 12]
+
+    def test_a_worker_is_idle_if_one_of_its_slots_is(self) -> None:
+        page = SharedPage.in_memory(LAYOUT)
+        mine = PageElsewhere(page, 1, 0, 4)
+        workers = range(2), range(2, 4)
+        assert [mine.has_idle(slots) for slots in workers] == [True, True]
+        for slot in range(3):
+            page.show_batch(1, slot, 1.0, 2.0, 8)
+        assert [mine.has_idle(slots) for slots in workers] == [False, True]
+        page.show_missing(1, 3)
+        assert [mine.has_idle(slots) for slots in workers] == [False, False]
+        assert mine.look(1.5).ends == [2.0, 2.0, 2.0], "nothing runs in a slot that is missing"
+        page.show_idle(1, 0)
+        assert [mine.has_idle(slots) for slots in workers] == [True, False]
+
     def test_the_other_shards_are_added_up(self) -> None:
         page = SharedPage.in_memory(LAYOUT)
         mine = PageElsewhere(page, 0, 1, 4, policy_levels=2)

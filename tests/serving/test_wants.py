@@ -236,7 +236,8 @@ def test_a_worker_process_of_two_shards_is_shared_and_its_death_survived():
             await until(lambda requests=requests: all(each.is_done for each in requests))
             for number, request in enumerate(requests):
                 check(request, number)
-        assert len(lives) == len(lent) == 2
+        # One more is a spare, if the worker had only one request of its owner when it was killed.
+        assert len(lent) == 2 and len(lives) in (2, 3)
         await borrower.close()
         await owner.close()
 

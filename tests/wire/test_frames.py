@@ -62,6 +62,7 @@ TO_WORKER = [
     frames.LoadModel(frames.VERSION, FULL_CONFIG),
     frames.Enclosed(1 << 21),
     frames.Attach(3, 2),
+    frames.Attach(3, 2, 5, 1),
     frames.Stop(),
 ]
 FROM_WORKER = [
@@ -173,7 +174,7 @@ def test_a_frame_is_read_as_it_was_written(decode: Any, frame: frames.Frame) -> 
 
 
 QUESTIONS = [
-    frames.OpenModel(5, FULL_CONFIG, (6, 7)),
+    frames.OpenModel(5, FULL_CONFIG, (6, 7), (0, 3)),
     frames.Publish(2, {"m": (5,)}, {"bad": ("why",)}, ("soon",)),
     frames.DrainModel(5),
     frames.RetireModel(5),
