@@ -29,13 +29,19 @@ SPILL_BYTES = 1 << 16
 class FakeShard:
     """One shard: two slabs of `capacity` rows, and the spill. Rows are handed out round robin."""
 
-    def __init__(self, config: ModelConfig, sock: socket.socket, capacity: int = 8) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        sock: socket.socket,
+        capacity: int = 8,
+        hears_starts: bool = False,
+    ) -> None:
         self._config = config
         self._sock = sock
         self._capacity = capacity
         self._num_batches = 0
         self.spills = Segment(SPILL_BYTES), Segment(SPILL_BYTES)
-        hello = frames.encode(frames.Hello(frames.VERSION, SPILL_BYTES))
+        hello = frames.encode(frames.Hello(frames.VERSION, SPILL_BYTES, hears_starts))
         socket.send_fds(sock, [hello], [each.fd for each in self.spills])
         self._slabs: list[Segment] = []
         self.outputs: dict[int, tuple[frames.RowRange, ...]] = {}
@@ -163,13 +169,13 @@ class WorkerAlone:
             self._thread = threading.Thread(target=self.worker.serve, daemon=True)
             self._thread.start()
 
-    def attach(self, capacity: int = 8) -> FakeShard:
+    def attach(self, capacity: int = 8, hears_starts: bool = False) -> FakeShard:
         ours, theirs = socket_pair()
         attach = frames.encode(frames.Attach(self._num_shards))
         self._num_shards += 1
         socket.send_fds(self.core, [attach], [theirs.fileno()])
         theirs.close()
-        shard = FakeShard(self._config, ours, capacity)
+        shard = FakeShard(self._config, ours, capacity, hears_starts)
         self.shards.append(shard)
         return shard
 

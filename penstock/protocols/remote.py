@@ -31,6 +31,8 @@ from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
 
 log = logging.getLogger("penstock.remote")
+# Of OpenFront: both segments and, for a shard, the page and the listeners of HTTP and gRPC.
+MAX_OPENING_FDS = 5
 # Characters of an error about a question of the core.
 MAX_ERROR = 1000
 # Requests that may wait for memory while the segment is full.
@@ -368,7 +370,7 @@ def begin(serve: Serve, run_loop: Callable[[Coroutine[object, object, None]], No
     sock = begin_life()
     if sock is None:
         return
-    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 4)
+    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, MAX_OPENING_FDS)
     if not data:
         return
     sock.setblocking(False)

@@ -36,6 +36,9 @@ class RunningBatch:
     extents: list[tuple[frames.Extent, ...]] = field(default_factory=list)
     instance: int = 0
     closed_by: str = ""
+    # Of a worker that several shards have: whether it has begun, and with rows of others.
+    is_started: bool = True
+    is_merged: bool = False
 
     def waits(self) -> Waits:
         """Return the mean waits of its requests, for a batch and for an instance."""

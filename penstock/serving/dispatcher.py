@@ -222,6 +222,7 @@ class Dispatcher:
         """Send a batch to a worker, which may have claimed it in this round. False if shared memory
         is full: the batch is queued again until one in flight is answered."""
         batch = RunningBatch(next(self._batch_ids), requests, now)
+        batch.is_started = self._wants is None
         try:
             num_placed = self._memory.place_batch(batch)
             if num_placed == 0:
@@ -295,6 +296,11 @@ class Dispatcher:
             return False
         if isinstance(frame, frames.Claim):
             self._claimed(worker, frame)
+            return False
+        if isinstance(frame, frames.Started):
+            for batch in worker.batches:
+                if batch.id == frame.batch:
+                    batch.is_started, batch.is_merged = True, frame.is_merged
             return False
         self._answered(worker, frame)
         return True
@@ -381,19 +387,27 @@ class Dispatcher:
 
     def _rerun(self, batch: RunningBatch) -> None:
         """Queue each request of the batch to run again alone."""
+        for request in self._take_back(batch):
+            self._queue.rerun(request)
+
+    def _take_back(self, batch: RunningBatch) -> list[Request]:
+        """Return the requests of a batch that are to be queued again; they keep their rows."""
         self._memory.release_extents(batch)
+        kept = []
         for request in batch.requests:
             if has_ended(request):
                 self._memory.release(request)
-                continue
-            self._queue.rerun(request)
-            self._memory.requeued(request)
+            else:
+                self._memory.requeued(request)
+                kept.append(request)
+        return kept
 
     def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
         """Use the ready worker of a place from now on, and give it the memory of this shard."""
         place = self.workers[worker.index]
         received = partial(self._receive, place)
-        link = WorkerLink(self._loop, sock, received, self._memory.input_spill)
+        spill, is_shared = self._memory.input_spill, self._wants is not None
+        link = WorkerLink(self._loop, sock, received, spill, is_shared)
         place.open(worker.life, link)
         link.map_slabs(self._memory.slabs)
 
@@ -404,7 +418,8 @@ class Dispatcher:
         batches, place.batches = place.batches, []
         self._saturation.note(not any(each.is_idle for each in self.workers), self._clock())
         self._lost[died.life] = died, batches
-        requests = [request for batch in batches for request in batch.requests]
+        started = [batch for batch in batches if batch.is_started]
+        requests = [request for batch in started for request in batch.requests]
         lost = frames.Lost(died.life, len(requests))
         if len(requests) == 1:
             (request,) = requests
@@ -421,6 +436,9 @@ class Dispatcher:
         died, batches = self._lost.pop(verdict.life)
         now = self._clock()
         for batch in batches:
+            if not batch.is_started:
+                self._return(batch)
+                continue
             for request in batch.requests:
                 if verdict.is_excused and verdict.is_pinned:
                     request.lost_with = None
@@ -430,10 +448,21 @@ class Dispatcher:
         if batches:
             self.pump()
 
+    def _return(self, batch: RunningBatch) -> None:
+        """Queue a batch again that a dead worker had not started."""
+        self._queue.batcher.ended(batch.started)
+        requests = self._take_back(batch)
+        if batch.closed_by == "rerun":
+            for request in requests:
+                self._queue.rerun(request)
+        elif requests:
+            self._queue.batcher.put_back(requests, requests[0].ticket.fit.plan.geometry)
+
     def _lose(self, batch: RunningBatch, reason: str, now: float) -> None:
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the worker died")
-        if len(batch.requests) == 1 and batch.requests[0].num_deaths > 0:
+        ran_alone = len(batch.requests) == 1 and not batch.is_merged
+        if ran_alone and batch.requests[0].num_deaths > 0:
             worker = f"the worker of model '{self._name}'"
             error = BackendFailed(f"{worker} {reason} while running it, twice")
             self._abandon(batch, error, "BACKEND")

@@ -87,6 +87,8 @@ class ShardLink:
         self.is_gone = False
         # Batches in flight with rows of it.
         self.num_running = 0
+        # Whether it is told when its batches start.
+        self.hears_starts = False
 
     def send(self, frame: frames.WorkerToShard) -> None:
         """Send a frame, unless the shard is gone. OSError if it is too large."""

@@ -304,6 +304,7 @@ class Worker:
             self._detach(link)
             return
         assert self._config is not None
+        link.hears_starts = frame.hears_starts
         link.memory = ShardMemory(self._config, frame.spill_bytes, fds)
         self._pin(link.memory.spill.input.view)
 
@@ -351,6 +352,9 @@ class Worker:
 
     def _run(self, run: Run) -> None:
         assert self._loaded is not None
+        for part in run.parts:
+            if part.link.hears_starts:
+                part.link.send(frames.Started(part.frame.batch, len(run.parts) > 1))
         if self._answerer is not None:
             with self._lock:
                 self._num_unclaimed += run.claimed is None

@@ -22,15 +22,17 @@ class WorkerLink(Datagrams):
         sock: socket.socket,
         received: Callable[[memoryview], object],
         input_spill: Segment,
+        hears_starts: bool = False,
     ) -> None:
-        """OSError if there is no memory; then the socket is closed."""
+        """`hears_starts`: other shards have the worker, too. OSError if there is no memory; then
+        the socket is closed."""
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
             self.output_spill = Segment(input_spill.nbytes)
             undo.callback(self.output_spill.close)
             super().__init__(loop, sock, received, lambda: None)
             undo.callback(super().close)
-            hello = frames.Hello(frames.VERSION, input_spill.nbytes)
+            hello = frames.Hello(frames.VERSION, input_spill.nbytes, hears_starts)
             self.send(frames.encode(hello), (input_spill.fd, self.output_spill.fd))
             undo.pop_all()
         self._num_slabs = 0

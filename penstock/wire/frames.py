@@ -10,7 +10,7 @@ the first, OpenFront, is sent alone.
     core → worker   LoadModel, Enclosed, Attach, Stop
     worker → core   WorkerReady, StartFailed, Leaving
     shard → worker  Hello, MapSlab, Want, Dispatch, Decline, Release
-    worker → shard  Claim, Done, BatchFailed, Leaving
+    worker → shard  Claim, Started, Done, BatchFailed, Leaving
     core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
     front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
     core → shard    as to a front, and ToPart, AskShard, Leased, Managed
@@ -115,6 +115,8 @@ class Hello(Frame, tag="hi"):
 
     version: int
     spill_bytes: int
+    # Whether the worker sends Started to it.
+    hears_starts: bool = False
 
 
 class MapSlab(Frame, tag="map"):
@@ -166,6 +168,14 @@ class Decline(Frame, tag="pass"):
 
     round: int
     more: Want | None = None
+
+
+class Started(Frame, tag="go"):
+    """A batch runs now, of a worker that several shards have. A worker that dies was not killed by
+    what it had not started."""
+
+    batch: int
+    is_merged: bool
 
 
 class Claim(Frame, tag="clm"):
@@ -606,7 +616,7 @@ class ShardAnswer(Frame, tag="anss"):
 ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | Want | Dispatch | Decline | Release
-WorkerToShard = Claim | Done | BatchFailed | Leaving
+WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
 FromShard = FromPart | ShardAnswer | Lease | Manage
 ToShard = ToPart | AskShard | Release | Leased | Managed
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard

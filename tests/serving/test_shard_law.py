@@ -1,5 +1,5 @@
 """Several shards batch as well as one: goodput in the simulator, with the real batchers, claims and
-page. One example of each kind here; all scenarios, arrivals and loads with `make test-slow`."""
+page. One example of each kind here; all scenarios, arrivals and loads with `make verify`."""
 
 import random
 import sys
@@ -104,7 +104,7 @@ class TestGoodput:
         load = sharded(scenario, arrivals(scenario, share, cv, 6000, 7), 4)
         assert goodput_ratio(scenario, load) >= LAW
 
-    @pytest.mark.slow
+    @pytest.mark.verify
     @pytest.mark.parametrize("num_shards", [4, 8])
     @pytest.mark.parametrize("share", LOADS)
     @pytest.mark.parametrize("cv", [1.0, 3.0])

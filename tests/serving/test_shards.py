@@ -260,7 +260,7 @@ def test_a_shard_that_does_not_answer_is_killed_and_does_not_hold_up_a_load(monk
     run(scenario)
 
 
-async def kill_when_running(server: Server, *requests: Request) -> None:
+async def kill_when_running(server: Server, *requests: Request, has_started: bool = True) -> None:
     """Kill the worker once all of these are with it, and none has been answered."""
     running = set(requests)
     places = [s.shard.table.find("echo").workers[0] for s in server.sessions]
@@ -272,6 +272,9 @@ async def kill_when_running(server: Server, *requests: Request) -> None:
             life.step()
         await settle()
     assert running <= held
+    for batch in (batch for place in places for batch in place.batches if has_started):
+        # As the worker's Started says.
+        batch.is_started, batch.is_merged = True, len(running) > 1
     (life,) = server.puppets.alive
     life.kill("was killed by SIGSEGV")
     await settle()
@@ -285,6 +288,35 @@ def test_a_death_with_requests_of_two_shards_blames_neither_and_all_are_answered
         assert await server.answers(*requests) == [1, 2]
         again = [server.send(1, 1), server.send(0, 2)]
         assert await server.answers(*again) == [1, 2]
+
+    run(scenario)
+
+
+def test_requests_that_a_dead_worker_had_not_started_are_not_to_blame(monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
+
+    async def scenario(server):
+        await server.load(ECHO)
+        request = server.send(0, 5)
+        for _ in range(4):
+            await kill_when_running(server, request, has_started=False)
+        assert request.num_deaths == 0
+        assert await server.answers(request) == [5]
+        assert await server.answers(server.send(1, 5)) == [5]
+
+    run(scenario)
+
+
+def test_a_single_request_in_a_merged_batch_runs_again_after_every_death(monkeypatch):
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
+
+    async def scenario(server):
+        await server.load(ECHO)
+        requests = [server.send(0, 1), server.send(1, 2)]
+        await kill_when_running(server, *requests)
+        held = [r.num_deaths for r in requests]
+        assert held == [1, 1]
+        assert await server.answers(*requests) == [1, 2]
 
     run(scenario)
 

@@ -234,6 +234,26 @@ def test_a_failure_is_told_to_all_parts():
         assert isinstance(failed, frames.BatchFailed) and not failed.is_merged
 
 
+def test_shards_that_ask_for_it_hear_of_the_start_before_the_answer():
+    worker = WorkerAlone(CONFIG)
+    try:
+        shards = [worker.attach(hears_starts=True), worker.attach(hears_starts=True)]
+        for shard in shards:
+            shard.add_slab()
+        worker.step()
+        numbers = [shard.dispatch([(0, 0, 2)]) for shard in shards]
+        worker.step()
+        for shard, number in zip(shards, numbers, strict=True):
+            started, done = shard.receive()
+            assert started == frames.Started(number, True)
+            assert isinstance(done, frames.Done)
+        number = shards[0].dispatch([(0, 0, 1)])
+        worker.step()
+        assert shards[0].receive()[0] == frames.Started(number, False)
+    finally:
+        worker.close()
+
+
 def test_a_want_is_answered_with_a_claim():
     with worker_with(2) as (worker, shards):
         fill(shards)

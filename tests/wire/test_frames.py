@@ -85,6 +85,7 @@ SHARD_TO_WORKER = [
     frames.Release((0, 64)),
 ]
 WORKER_TO_SHARD = [
+    frames.Started(3, True),
     frames.Claim(3, 16),
     frames.Claim(3, 16, 48, 12.5, True, "rows x [16]", 512.0, False),
     frames.Done(7, 0.1, 0.2, 0.3),
@@ -290,7 +291,7 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
 @pytest.mark.parametrize(
     ("decode", "frame", "written"),
     [
-        (frames.decode_shard_to_worker, frames.Hello(2, 4096), "93a2686902cd1000"),
+        (frames.decode_shard_to_worker, frames.Hello(2, 4096), "94a2686902cd1000c2"),
         (frames.decode_shard_to_worker, frames.MapSlab(1, 4096), "93a36d617001cd1000"),
         (
             frames.decode_shard_to_worker,
