@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from onnx import TensorProto, helper
 from served import Served
+from waiting import wait_until
 
 import penstock
 from penstock.config import ModelConfig
@@ -94,6 +95,7 @@ def test_a_commit_is_taken_by_the_next_load_without_a_lost_answer(served, add):
         assert ask(served) == ("1", 1.0), "a commit alone changes nothing"
         assert load(served) == (200, "")
         assert ask(served) == ("2", 2.0)
+        wait_until(lambda: ("2", 2.0) in answers)
     assert {("1", 1.0), ("2", 2.0)} == set(answers)
 
 
