@@ -60,7 +60,7 @@ CPU = re.compile(r'^penstock_process_cpu_seconds{process="(\w+)".*} (\S+)', re.M
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is sent."""
+    """The requests of one measurement."""
 
     name: str
     model: str
@@ -89,7 +89,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A server to measure: Penstock with so many shards, or Triton with so many instances."""
+    """A server to measure. `number` is its shards (Penstock) or instances (Triton)."""
 
     name: str
     number: int

@@ -31,7 +31,7 @@ from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
 
 log = logging.getLogger("penstock.remote")
-# Of OpenFront: both segments and, for a shard, the page and the listeners of HTTP and gRPC.
+# Descriptors that come with OpenFront: two segments; for a shard also the page and two listeners.
 MAX_OPENING_FDS = 5
 # Characters of an error about a question of the core.
 MAX_ERROR = 1000

@@ -36,7 +36,7 @@ class RunningBatch:
     extents: list[tuple[frames.Extent, ...]] = field(default_factory=list)
     instance: int = 0
     closed_by: str = ""
-    # Of a worker that several shards have: whether it has begun, and with rows of others.
+    # If several shards share the worker: whether it runs the batch yet, and with their rows in it.
     is_started: bool = True
     is_merged: bool = False
 

@@ -357,7 +357,7 @@ class Dispatcher:
     def _deliver(
         self, worker: WorkerPlace, batch: RunningBatch, frame: frames.Done, now: float
     ) -> None:
-        # Of a merged batch, all of it took this long.
+        # The time is that of the whole batch, which may have rows of other shards.
         num_rows = frame.total_rows or batch.num_rows
         self.hang_limits.note(num_rows, now - batch.started)
         geometry = batch.requests[0].ticket.fit.plan.geometry
