@@ -78,13 +78,16 @@ class FakeCublasLt:
         algorithm, workspace, workspace_bytes, stream,
     ):  # fmt: skip
         asked = self._of(description)
-        assert tuple(at(each, ctypes.c_float).value for each in (alpha, beta)) == (1.0, 0.0)
+        factor = at(beta, ctypes.c_float).value
+        assert at(alpha, ctypes.c_float).value == 1.0 and factor in (0.0, 1.0)
         assert (asked[3], asked[4]) == (1, 0), "A is transposed, B is not"
         left, right = self._read(a, a_layout), self._read(b, b_layout)
         result = left.T @ right
         if 17 in asked:
             result = result * self._scales(asked, 17, 31, len(result))[:, None]
             result = result * self._scales(asked, 18, 32, result.shape[1])[None, :]
+        if factor:
+            result = result + factor * self._read(c, c_layout)
         result = result + self._numbers(asked[8], len(result), asked[26])[:, None]
         if asked[7] == 36:
             tensor = torch.from_numpy(result)

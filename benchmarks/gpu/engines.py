@@ -183,12 +183,10 @@ class Fp8:
             fusion = torch_fusion.fuse(module, place.tuner(), given, what, leaves_linear=True)
             module = fusion.module.to(place.device, place.dtype)
             layers = {n: each for n, each in torch_linear.find_layers(module).items() if fits(each)}
-            self._model = torch_linear.to_fp8(module, dict.fromkeys(layers))
-            self._fusion = fusion
             multiplier = open_multiplier(place.device, ROOT / "benchmarks")
-            self._model.multiplier = multiplier
-            for layer in self._model.layers.values():
-                layer.product.multiplier = multiplier
+            ranges = dict.fromkeys(layers)
+            self._model = torch_linear.to_fp8(module, ranges, multiplier=multiplier)
+            self._fusion = fusion
         model = self._model
         for each in (self._fusion, model):
             each.prepare({"x": x}, lambda: model.module(x))

@@ -9,6 +9,7 @@ layers of their own (`torch_packing`).
 from __future__ import annotations
 
 import difflib
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,6 +65,8 @@ class LinearModel:
     no_multiplier: str = ""
     not_traced: str = ""
     num_shared: int = 0
+    # Residuals that GEMMs add.
+    num_added: int = 0
     _seen: set[object] = field(default_factory=set)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor], call: Callable[[], object]) -> None:
@@ -92,6 +95,8 @@ class LinearModel:
         if all(each.largest is None for each in self.layers.values()):
             facts["fp8"] += ", each row by its own range"
         facts["fp8_inputs"] = f"{self.num_shared} shared or fused"
+        if self.num_added:
+            facts["fp8_residuals"] = f"{self.num_added} added by GEMMs"
         if self.not_traced:
             facts["fp8_inputs"] = f"quantised for each layer: {self.not_traced}"
         if self.no_multiplier:
@@ -145,15 +150,14 @@ def quantise_model(
     if not has_fp8(config.device):
         problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
         raise ConfigError(f"parameters.{FP8_OPTION}: {problem}")
-    model = to_fp8(module, chosen_ranges(module, config), sample)
+    ranges = chosen_ranges(module, config)
+    multiplier, problem = None, ""
     try:
-        model.multiplier = open_multiplier(
-            torch.device(config.device), Path(config.artifact).parent
-        )
+        multiplier = open_multiplier(torch.device(config.device), Path(config.artifact).parent)
     except Unavailable as error:
-        model.no_multiplier = str(error)
-    for layer in model.layers.values():
-        layer.product.multiplier = model.multiplier
+        problem = str(error)
+    model = to_fp8(module, ranges, sample, multiplier)
+    model.no_multiplier = problem
     return model
 
 
@@ -237,9 +241,12 @@ def no_layer(name: str, known: Iterable[str], kind: str = "layer") -> str:
 
 
 def to_fp8(
-    module: nn.Module, ranges: Mapping[str, float | None], sample: TraceInputs | None = None
+    module: nn.Module,
+    ranges: Mapping[str, float | None],
+    sample: TraceInputs | None = None,
+    multiplier: Multiplier | None = None,
 ) -> LinearModel:
-    """Replace these layers of a module; None: its inputs have a scale per row."""
+    """Replace these layers of a module; a range of None: inputs have a scale per row."""
     found = find_layers(module)
     not_traced, places = "", {name: [name] for name in ranges}
     try:
@@ -254,8 +261,12 @@ def to_fp8(
     for name, layer in layers.items():
         for place in places[name]:
             module.set_submodule(place, layer.eval())
-    model = LinearModel(module, layers, len(found), not_traced=not_traced)
+    for layer in made.values():
+        layer.product.multiplier = multiplier
+    model = LinearModel(module, layers, len(found), multiplier=multiplier, not_traced=not_traced)
     if isinstance(module, fx.GraphModule):
+        # torch's GEMM has no residual: there, it is added with the norm that follows.
+        model.num_added = 0 if multiplier is None else _add_residuals(module)
         model.num_shared = _share_inputs(module)
     return model
 
@@ -279,6 +290,27 @@ def _places(
 
 def _weights(linear: nn.Linear) -> tuple[int, ...]:
     return linear.weight.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()
+
+
+def _add_residuals(traced: fx.GraphModule) -> int:
+    """Let a layer add what would be added to its result alone; return how many do."""
+    graph, count, memory = traced.graph, 0, GraphMemory(traced)
+    for total in list(graph.nodes):
+        for layer, residual in itertools.permutations(memory.added(total) or (), 2):
+            is_layer = isinstance(_called(traced, layer), E4m3Linear) and len(layer.args) == 1
+            if not is_layer or list(layer.users) != [total] or layer is residual:
+                continue
+            # The layer is called in the place of the sum.
+            if memory.is_written(layer.all_input_nodes[0], layer, [total]):
+                continue
+            with graph.inserting_after(total):
+                both = graph.call_module(str(layer.target), (*layer.args, residual))
+            total.replace_all_uses_with(both)
+            for node in (total, layer):
+                graph.erase_node(node)
+            count, memory = count + 1, GraphMemory(traced)
+            break
+    return count
 
 
 def _share_inputs(traced: fx.GraphModule) -> int:

@@ -1,6 +1,7 @@
-"""GEMMs of cuBLASLt with bias and GELU as epilogue, called through ctypes on the library that torch
-has loaded. torch takes the algorithm that cuBLASLt expects to be fastest; here the caller chooses
-among those it proposes. Only the result is allocated, so a CUDA graph can hold a call.
+"""GEMMs of cuBLASLt with bias, GELU and a residual as epilogue, called through ctypes on the
+library that torch has loaded. torch takes the algorithm that cuBLASLt expects to be fastest; here
+the caller chooses among those it proposes. Only the result is allocated, so a CUDA graph can hold a
+call.
 
 cuBLASLt is column-major: a matrix [rows, columns] here is its transpose there, and x W^T is
 requested as W x^T.
@@ -64,11 +65,14 @@ class GemmForm:
     # GELU in its tanh form.
     has_gelu: bool = False
     scaling: Scaling = ""
+    # Whether a matrix of the result's shape and type is added; not with GELU.
+    has_residual: bool = False
 
     def __str__(self) -> str:
         kinds = [str(each).removeprefix("torch.") for each in (self.dtype, self.out)]
         size = f"{self.num_rows}x{self.depth} to {self.width}, {kinds[0]} to {kinds[1]}"
-        return f"{size}{f', scales: {self.scaling}' * bool(self.scaling)}{', gelu' * self.has_gelu}"
+        scales = f", scales: {self.scaling}" * bool(self.scaling)
+        return f"{size}{scales}{', gelu' * self.has_gelu}{', residual' * self.has_residual}"
 
     @property
     def num_operations(self) -> int:
@@ -78,7 +82,7 @@ class GemmForm:
 @dataclass(frozen=True, slots=True)
 class Operands:
     """x [rows, depth], weight [width, depth], bias [width]; FP32 scales of e4m3 operands, and the
-    factor of an e4m3 result before rounding."""
+    factor of an e4m3 result before rounding; a residual [rows, width] that is added."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -86,10 +90,12 @@ class Operands:
     x_scale: torch.Tensor | None = None
     weight_scale: torch.Tensor | None = None
     factor: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
 
     @property
     def are_aligned(self) -> bool:
-        tensors = (self.x, self.weight, self.bias)
+        added = () if self.residual is None else (self.residual,)
+        tensors = (self.x, self.weight, self.bias, *added)
         return all(each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0 for each in tensors)
 
 
@@ -108,7 +114,7 @@ class _Found(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class _Plan:
     description: ctypes.c_void_p
-    # For the weight, x, the unused matrix C and the result.
+    # For the weight, x, the residual and the result.
     layouts: tuple[ctypes.c_void_p, ...]
     algorithms: Sequence[_Found]
 
@@ -133,6 +139,7 @@ class Products:
     def multiply(self, form: GemmForm, operands: Operands, number: int) -> torch.Tensor:
         """Multiply with one of the algorithms, on the current stream."""
         assert operands.are_aligned
+        assert form.has_residual == (operands.residual is not None)
         plan = self._plan(form, operands)
         if not 0 <= number < len(plan.algorithms):
             raise Unavailable(f"{form}: no algorithm {number} among {len(plan.algorithms)}")
@@ -140,13 +147,15 @@ class Products:
         x = operands.x
         out = torch.empty(form.num_rows, form.width, dtype=form.out, device=x.device)
         weight_layout, x_layout, added_layout, out_layout = plan.layouts
-        # C is multiplied by 0; it cannot be the output in e4m3, where it has another type.
-        added = None if form.out == E4M3 else _address(out)
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        # Without a residual, C is multiplied by 0; it cannot be the output in e4m3, where it has
+        # another type.
+        added = out if operands.residual is None else operands.residual
+        one, factor = ctypes.c_float(1.0), ctypes.c_float(float(form.has_residual))
         status = self._calls.cublasLtMatmul(
             self._handle, plan.description,
             ctypes.byref(one), _address(operands.weight), weight_layout, _address(x), x_layout,
-            ctypes.byref(zero), added, added_layout, _address(out), out_layout,
+            ctypes.byref(factor), None if form.out == E4M3 else _address(added), added_layout,
+            _address(out), out_layout,
             ctypes.byref(plan.algorithms[number].algorithm),
             _address(self._workspace), ctypes.c_size_t(WORKSPACE_BYTES),
             ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0),

@@ -115,7 +115,8 @@ class Fp8Input(nn.Module):
 
 
 class E4m3Linear(nn.Module):
-    """A linear layer in e4m3; its input may have been quantised already."""
+    """A linear layer in e4m3; its input may have been quantised already. A residual is added by the
+    GEMM itself if it has the shape and type of the result."""
 
     def __init__(self, linear: nn.Linear, largest: float | None = None) -> None:
         super().__init__()
@@ -125,10 +126,15 @@ class E4m3Linear(nn.Module):
         self.product = PackedFp8Linear(PackedLinear(weight, bias), None)
         self.quantiser = Fp8Input(largest=largest).to(weight.device)
 
-    def forward(self, x: Tensor | QuantisedRows) -> Tensor:
+    def forward(self, x: Tensor | QuantisedRows, residual: Tensor | None = None) -> Tensor:
         given = x if isinstance(x, QuantisedRows) else self.quantiser(x)
-        found = self.product.multiply(given.values, given.scales)
-        return found.reshape(*given.sizes, found.shape[1])
+        shape = *given.sizes, len(self.product.weight)
+        is_same = residual is not None and residual.shape == shape
+        if residual is None or not is_same or residual.dtype != self.product.bias.dtype:
+            found = self.product.multiply(given.values, given.scales).reshape(shape)
+            return found if residual is None else found + residual
+        rows = residual.reshape(-1, shape[-1]).contiguous()
+        return self.product.multiply(given.values, given.scales, rows).reshape(shape)
 
 
 def fits(linear: nn.Linear) -> bool:

@@ -249,20 +249,21 @@ class PackedFp8Linear(nn.Module):
     def forward(self, given: LinearInput, layout: PackedLayout) -> Tensor:
         return self.multiply(given.values, layout.ones if given.scales is None else given.scales)
 
-    def multiply(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Multiply e4m3 rows, each with a scale."""
-        by_torch = functools.partial(self._by_torch, rows)
+    def multiply(self, x: Tensor, rows: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply e4m3 rows, each with a scale, and add a residual [rows, width]."""
+        by_torch = functools.partial(self._by_torch, rows, residual)
         if self.multiplier is None:
             return by_torch(x)
         sizes = len(x), x.shape[1], len(self.weight)
-        form = GemmForm(*sizes, FP8, self.bias.dtype, scaling="rows")
-        operands = Operands(x, self.weight, self.bias, rows, self.scales)
+        has_residual = residual is not None
+        form = GemmForm(*sizes, FP8, self.bias.dtype, scaling="rows", has_residual=has_residual)
+        operands = Operands(x, self.weight, self.bias, rows, self.scales, residual=residual)
         return self.multiplier.run(Gemm(form, operands, by_torch))
 
-    def _by_torch(self, rows: Tensor, x: Tensor) -> Tensor:
+    def _by_torch(self, rows: Tensor, residual: Tensor | None, x: Tensor) -> Tensor:
         if x.is_cuda:
             # With a scale per row torch gives BF16 only.
-            return torch._scaled_mm(
+            found = torch._scaled_mm(
                 x,
                 self.weight.t(),
                 scale_a=rows,
@@ -271,7 +272,9 @@ class PackedFp8Linear(nn.Module):
                 out_dtype=torch.bfloat16,
                 use_fast_accum=True,
             ).to(self.bias.dtype)
-        return self.plain(x, rows)
+        else:
+            found = self.plain(x, rows)
+        return found if residual is None else found.add_(residual)
 
     def plain(self, x: Tensor, rows: Tensor) -> Tensor:
         product = x.float() @ self.weight.t().float() * self.scales * rows

@@ -16,11 +16,14 @@ from penstock.types import TensorSpec
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+from fake_cublaslt import FakeCublasLt  # noqa: E402
 from linear_models import MLP, SHAPE, TRANSFORMER, made, write_module, write_onnx  # noqa: E402
 
 from penstock.backends import torch_linear  # noqa: E402
 from penstock.backends.torch_tracing import TraceInputs  # noqa: E402
+from penstock.kernels.cublaslt import Products  # noqa: E402
 from penstock.kernels.fp8_linear import E4m3Linear, Fp8Input, fits  # noqa: E402
+from penstock.kernels.gemm import Multiplier  # noqa: E402
 
 ROWWISE = {"penstock.fp8": "rowwise", "penstock.dtype": "bf16"}
 
@@ -78,6 +81,73 @@ def test_sharing_an_input_changes_nothing() -> None:
     x = rows().bfloat16()
     # Norms round to BF16 in between only where they stand alone, which plain torch does for both.
     assert torch.equal(shared(x), other(x))
+
+
+class Chosen:
+    """A timer for which every algorithm of cuBLASLt beats torch."""
+
+    def __init__(self) -> None:
+        self.times = iter(range(10_000, 0, -1))
+
+    def seconds(self, call) -> float:
+        call()
+        return float(next(self.times))
+
+    def done(self) -> None:
+        pass
+
+
+@torch.no_grad()
+def test_a_residual_is_added_by_the_gemm(monkeypatch) -> None:
+    monkeypatch.setattr("penstock.kernels.cublaslt.ALIGNMENT", 64)
+    one, other = made(TRANSFORMER).bfloat16(), made(TRANSFORMER).bfloat16()
+    names = [name for name, each in torch_linear.find_layers(one).items() if fits(each)]
+    library = FakeCublasLt()
+    multiplier = Multiplier(Products(library, "cpu"), Chosen())
+    model = torch_linear.to_fp8(one, dict.fromkeys(names), multiplier=multiplier)
+    # After the attention and after the MLP, in each of two blocks.
+    assert model.num_added == 4 and model.facts()["fp8_residuals"] == "4 added by GEMMs"
+    assert model.num_shared == 6
+    calls = [each for each in model.module.graph.nodes if each.op == "call_module"]
+    modules = [model.module.get_submodule(each.target) for each in calls if len(each.args) == 2]
+    assert [type(each) for each in modules] == 4 * [E4m3Linear]
+    x = rows().bfloat16()
+    model.prepare({"x": x}, lambda: model.module(x))
+    assert not multiplier.problems
+    num_before = library.num_products
+    found = model.module(x)
+    assert library.num_products == num_before + 12
+    wanted = torch_linear.to_fp8(other, dict.fromkeys(names)).module(x)
+    # The sum is rounded once instead of twice.
+    assert 0 <= relative(found, wanted) < 0.02
+
+
+def test_a_residual_of_another_shape_or_type_is_added_by_torch() -> None:
+    layer, x = E4m3Linear(torch.nn.Linear(32, 16).bfloat16()), torch.randn(3, 2, 32).bfloat16()
+    for residual in (torch.randn(1, 2, 16).bfloat16(), torch.randn(3, 2, 16)):
+        found = layer(x, residual)
+        assert found.dtype == residual.dtype and torch.equal(found, layer(x) + residual)
+
+
+def test_a_layer_whose_input_is_written_before_the_sum_adds_nothing() -> None:
+    class Writes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            y = x * 2
+            found = self.one(y)
+            y.mul_(3)
+            return found + y
+
+    torch.manual_seed(0)
+    module, x = Writes().eval().bfloat16(), torch.randn(4, 32).bfloat16()
+    wanted = module(x).detach()
+    multiplier = Multiplier(Products(FakeCublasLt(), "cpu"), Chosen())
+    model = torch_linear.to_fp8(module, {"one": None}, multiplier=multiplier)
+    assert model.num_added == 0
+    assert relative(model.module(x), wanted) < 0.05
 
 
 def test_a_sum_that_was_written_to_is_not_added_twice() -> None:

@@ -26,6 +26,7 @@ from torch.nn import functional as F  # noqa: E402
 from penstock.backends.onnx_import import contrib  # noqa: E402
 from penstock.kernels import encoder, weight_only_gemm  # noqa: E402
 from penstock.kernels.fp8_linear import E4m3Linear, Fp8Input, QuantisedRows  # noqa: E402
+from penstock.kernels.gemm import open_multiplier  # noqa: E402
 from penstock.kernels.integer_weights import quantise_weight  # noqa: E402
 
 has_fp8 = pytest.mark.skipif(
@@ -86,6 +87,24 @@ def test_a_layer_in_fp8(dtype, num_rows, has_bias):
     found = E4m3Linear(linear.to(dtype))(x.to(dtype))
     assert found.dtype == dtype
     assert relative(found, linear.float()(x)) < 0.05
+
+
+@has_fp8
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_rows", [17, 197, 4096])
+def test_a_residual_is_added_by_the_gemm(dtype, num_rows):
+    torch.manual_seed(1)
+    linear = torch.nn.Linear(3072, 768).cuda()
+    x, residual = (torch.randn(num_rows, each, device="cuda") for each in (3072, 768))
+    layer = E4m3Linear(linear.to(dtype))
+    multiplier = open_multiplier(torch.device("cuda"), Path("absent"))
+    layer.product.multiplier = multiplier
+    layer(x.to(dtype), residual.to(dtype))
+    multiplier.tune()
+    found = layer(x.to(dtype), residual.to(dtype))
+    assert "by cublaslt" in multiplier.facts()["products"]
+    assert relative(found, linear.float()(x) + residual) < 0.05
+    assert relative(found - residual.to(dtype), linear(x)) < 0.06
 
 
 def config_of(path: Path, shape, out, **options: str) -> ModelConfig:

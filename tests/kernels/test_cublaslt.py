@@ -1,6 +1,7 @@
 """The binding against a fake library that reads the same memory; tests/gpu has the real one."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,19 @@ def test_e4m3_is_scaled(scaling):
     found = products.multiply(GemmForm(5, 16, 24, E4M3, torch.float16, scaling=scaling), given, 0)
     wanted = x.float() @ weight.float().t() * scales[0][:, None] * scales[1][None, :]
     assert torch.allclose(found.float(), wanted + given.bias.float(), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_residual_is_added(dtype):
+    products, given = Products(FakeCublasLt(), "cpu"), operands(dtype=dtype)
+    residual = aligned(torch.randn(5, 24).to(dtype))
+    form = GemmForm(5, 16, 24, dtype, dtype, has_residual=True)
+    found = products.multiply(form, replace(given, residual=residual), 0)
+    wanted = given.x.float() @ given.weight.float().t() + given.bias.float() + residual.float()
+    assert torch.allclose(found.float(), wanted, rtol=1e-2, atol=4e-2)
+    assert str(form).endswith(", residual")
+    plain = products.multiply(GemmForm(5, 16, 24, dtype, dtype), given, 0)
+    assert torch.allclose(plain.float(), wanted - residual.float(), rtol=1e-2, atol=4e-2)
 
 
 def test_gelu_to_e4m3_is_multiplied_before_it_is_rounded():
