@@ -35,6 +35,9 @@ MAX_SHORT_SUM, MAX_INPUT = 2**22, 128
 MIN_STEM_ROWS, PACK_BLOCKS = 4, 256
 # Shared memory of one program on sm_90.
 MAX_SHARED_BYTES = 232448
+# With a filling other than 0, the left matrix passes through registers. Triton 3.6 then gave wrong
+# sums with three stages (24 to 40 channels, 3x3, with a residual).
+MAX_FILLED_STAGES = 2
 # Ends of rows that a tile of a stem counts.
 MAX_WRAPS = 4
 POOL_PIXELS = 32
@@ -593,6 +596,7 @@ def convolve_int8(
     if tile.split > 1:
         assert workspace.has_room(tile, num_tiles), (tile, num_tiles)
     residual = y if epilogue.residual is None else epilogue.residual
+    num_stages = min(tile.num_stages, MAX_FILLED_STAGES) if filling else tile.num_stages
     launch(
         _convolve_int8, (num_tiles, tile.split),
         x, weight, epilogue.scale, epilogue.offset, residual, y,
@@ -601,7 +605,7 @@ def convolve_int8(
         *window.stride, *window.padding,
         *epilogue.constants,
         tile.rows, tile.columns, tile.depth, tile.split > 1, filling,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y.permute(0, 3, 1, 2)
 
