@@ -205,7 +205,10 @@ def _values(config: ModelConfig, name: str, number: int) -> list[int]:
         most = config.max_batch_size
         return list(dict.fromkeys(min(rows, most) for rows in (*ROWS, most)))
     if name == BUCKET and config.padding is not None:
-        return list(config.padding.buckets)
+        # Other lengths come too: beyond the last bucket, or all if padding would change answers.
+        most = config.padding.buckets[-1]
+        others = (each for each in (most + 1, *LENGTHS) if each <= most + 1)
+        return list(dict.fromkeys((*config.padding.buckets, *others)))
     return [LENGTHS[0] + APART * number, *LENGTHS[1:]]
 
 

@@ -37,6 +37,8 @@ MAX_CHARS = 200
 PADDING_TOLERANCE = {"FP64": 1e-6, "FP32": 1e-3, "FP16": 1e-2, "BF16": 5e-2}
 # GPUs convolve in TF32, with different kernels for different shapes.
 GPU_PADDING_TOLERANCE = {**PADDING_TOLERANCE, "FP32": 5e-3}
+# Datatype that a model computes in, by the value of an option; outputs may have a wider one.
+COMPUTED = {"fp16": "FP16", "bf16": "BF16"}
 COMPANY_TOLERANCE = {"FP64": 1e-9, "FP32": 1e-5, "FP16": 1e-3, "BF16": 1e-2}
 
 
@@ -118,8 +120,10 @@ class ProofTrial:
         self._runner = runner
         self._random = np.random.default_rng(SEED)
         # For comparing answers to batches of different shapes.
-        is_on_gpu = config.device != CPU
-        self._shapes_tolerance = GPU_PADDING_TOLERANCE if is_on_gpu else PADDING_TOLERANCE
+        by_datatype = PADDING_TOLERANCE if config.device == CPU else GPU_PADDING_TOLERANCE
+        computed = COMPUTED.get(config.options.get("penstock.dtype", ""), "FP64")
+        least = by_datatype[computed]
+        self._shapes_tolerance = {name: max(each, least) for name, each in by_datatype.items()}
         # Why it cannot be tried out at all.
         self._cannot = ""
         if runner.needs_requests:

@@ -13,7 +13,7 @@ from suites.backend import model_config
 
 from penstock.backends import COMPILED, GPU_FALLBACK, Batch, Runner, backend
 from penstock.backends.checks import read_code
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, PadAxis, Padding
 from penstock.errors import BackendFailed, ConfigError
 from penstock.repository.manifest import FileEntry, Manifest
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -161,6 +161,36 @@ def test_lengths_that_no_sample_had(tmp_path: Path, length: int) -> None:
     config = model_config("pytorch", path, specs[:1], specs[1:])
     rows = np.random.default_rng(0).random((3, length, 2), np.float32)
     np.testing.assert_array_equal(answer(backend("pytorch")(config), {"x": rows})["y"], rows)
+
+
+@pytest.mark.parametrize("buckets", [(2,), (24,), (8, 24)])
+@pytest.mark.parametrize("length", [1, 2, 7, 24, 30])
+def test_lengths_beside_the_buckets(tmp_path: Path, buckets: tuple[int, ...], length: int) -> None:
+    """Rows beyond the last bucket come as they are, as do all if padding would change answers."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Gather", ["s", "one"], ["m"]),
+        helper.make_node("Slice", ["places", "zero", "m", "zero"], ["first"]),
+        helper.make_node("Add", ["x", "first"], ["y"]),
+    ]
+    places = np.random.default_rng(1).random(64).astype(np.float32)
+    weights = {"zero": np.array([0]), "one": np.array([1]), "places": places}
+    graph = helper.make_graph(
+        nodes,
+        "made",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", "m"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "m"])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()],
+    )
+    path = tmp_path / "model.onnx"
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    specs = [TensorSpec(name, "FP32", (-1,)) for name in "xy"]
+    config = model_config("pytorch", path, specs[:1], specs[1:])
+    config = replace(config, padding=Padding((PadAxis("x", 0),), buckets))
+    rows = np.random.default_rng(0).random((3, length), np.float32)
+    found = answer(backend("pytorch")(config), {"x": rows})["y"]
+    np.testing.assert_array_equal(found, rows + places[:length])
 
 
 def sized(

@@ -102,7 +102,7 @@ def test_a_residual_is_added_by_the_gemm(dtype, num_rows):
     layer(x.to(dtype), residual.to(dtype))
     multiplier.tune()
     found = layer(x.to(dtype), residual.to(dtype))
-    assert "by cublaslt" in multiplier.facts()["products"]
+    assert multiplier.num_timed == 1 and not multiplier.problems
     assert relative(found, linear.float()(x) + residual) < 0.05
     assert relative(found - residual.to(dtype), linear(x)) < 0.06
 

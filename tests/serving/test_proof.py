@@ -145,6 +145,28 @@ def test_a_tolerance_allows_what_dynamic_quantisation_does(proof_of):
     assert not proof_of(nodes, (X6,), (Y6,), share, tolerance=0.1).unbatched
 
 
+def test_padding_may_move_what_is_computed_in_bf16(proof_of):
+    """By less than BF16 rounds; but rows must not influence each other in any datatype."""
+    nodes = [
+        node("ReduceMean", "x", out="mean", axes=[1], keepdims=1),
+        node("Mul", "mean", "share", out="bit"),
+        node("Add", "x", "bit"),
+    ]
+    y = (TensorSpec("y", "FP32", (-1,)),)
+    bf16 = {"penstock.dtype": "bf16"}
+    for share, options, is_accepted in ((0.02, {}, False), (0.02, bf16, True), (0.5, bf16, False)):
+        shares = [("share", np.array(share, np.float32))]
+        proof = proof_of(nodes, FREE, y, shares, padding=PAD_X, options=options)
+        assert bool(proof.unpadded) is not is_accepted, (share, options)
+    nodes = [
+        node("ReduceMax", "x", out="max", keepdims=0),
+        node("Mul", "max", "share", out="bit"),
+        node("Add", "x", "bit"),
+    ]
+    share = [("share", np.array(0.01, np.float32))]
+    assert proof_of(nodes, (X6,), (Y6,), share, options=bf16).unbatched
+
+
 def test_a_model_that_cannot_be_tried_is_batched_with_a_note(proof_of):
     x, y = TensorSpec("x", "BYTES", (2,)), TensorSpec("y", "BYTES", (2,))
     proof = proof_of([node("Identity", "x")], (x,), (y,))

@@ -81,6 +81,8 @@ ALIASES = {"SimplifiedLayerNormalization": "RMSNormalization"}
 CONTROL = ("If", "Loop", "Scan", "SequenceMap")
 # Constant results larger than this are computed at each run instead of being kept.
 MAX_FOLDED_BYTES = 64 << 20
+# Weights of this size are no shapes.
+LARGE_BYTES = 64 << 10
 # Operators on which a constant number stays a number instead of becoming a tensor.
 TAKES_NUMBERS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Pow", "Greater", "Less", "Equal"), (1,)),
@@ -204,6 +206,28 @@ def _supported(model: ModelProto) -> ModelProto:
     return converted
 
 
+def _without_weights(model: ModelProto) -> tuple[ModelProto, set[str]]:
+    """Return the model with inputs in place of its large weights, and their names: inferring shapes
+    copies the model several times."""
+    graph, bare = model.graph, ModelProto(ir_version=model.ir_version)
+    bare.opset_import.extend(model.opset_import)
+    bare.functions.extend(model.functions)
+    bare.graph.name = graph.name
+    bare.graph.node.extend(graph.node)
+    bare.graph.input.extend(graph.input)
+    bare.graph.output.extend(graph.output)
+    declared = {value.name for value in graph.input}
+    weights = set()
+    for tensor in graph.initializer:
+        if tensor.ByteSize() < LARGE_BYTES:
+            bare.graph.initializer.append(tensor)
+        elif tensor.name not in declared:
+            value = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            bare.graph.input.append(value)
+            weights.add(tensor.name)
+    return bare, weights
+
+
 def _opsets(model: ModelProto) -> dict[str, int]:
     return {
         "" if each.domain in STANDARD else each.domain: each.version for each in model.opset_import
@@ -297,12 +321,15 @@ class _Flattener:
     def _infer(self, model: ModelProto) -> None:
         # Files declare shapes in between that are left over from other batch sizes.
         del model.graph.value_info[:]
+        bare, weights = _without_weights(model)
         try:
-            graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+            graph = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
         except Exception as error:  # Only ranks and datatypes are unknown then.
             log.debug("shape inference failed: %s", first_line(error))
             graph = model.graph
         for value in (*graph.input, *graph.value_info, *graph.output):
+            if value.name in weights:
+                continue
             tensor = value.type.tensor_type
             self.dtypes[value.name] = tensor.elem_type
             if tensor.HasField("shape"):
