@@ -112,9 +112,10 @@ def main() -> None:
 
 
 def read(paths: Sequence[Path]) -> list[Section]:
-    """ConfigError with all files that are none of ours."""
+    """Files of other benchmarks are left out. ConfigError with all that cannot be read, or with all
+    if none is ours."""
     sections: dict[str, Section] = {}
-    problems = []
+    problems, others = [], []
     for path in paths:
         try:
             found = json.loads(path.read_text())
@@ -128,9 +129,9 @@ def read(paths: Sequence[Path]) -> list[Section]:
             model = str(found.get("model", path.stem))
             sections.setdefault(model, Section(model)).found = found
         else:
-            problems.append(f"{path}: {EXPECTED}")
-    if problems:
-        raise ConfigError(problems)
+            others.append(f"{path}: {EXPECTED}")
+    if problems or not sections:
+        raise ConfigError([*problems, *others])
     return list(sections.values())
 
 
@@ -185,6 +186,7 @@ def _gain_cell(gain: techniques.Gain | None) -> Cell:
 
 def markdown(sections: Sequence[Section]) -> str:
     """The table of all networks, as text."""
+    sections = [each for each in sections if each.found["techniques"]]
     head = ["technique", "guides claim", *(each.title for each in sections)]
     lines = [head, ["---"] * len(head)]
     for row in summary(sections):

@@ -85,6 +85,9 @@ class GraphMemory:
             is_new = len(one.users) == 1 and self.is_fresh(one)
         return (one, other) if is_new else None
 
+    def writes(self, node: fx.Node) -> bool:
+        return bool(self._written(node))
+
     def _written(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes whose memory this one writes to, besides its own result."""
         given = node.all_input_nodes

@@ -33,6 +33,7 @@ from penstock.backends.torch_aliasing import (
     operands_of,
     summands_of,
 )
+from penstock.backends.torch_narrowing import narrow
 from penstock.backends.torch_norms import fuse_norms, is_by_channel
 from penstock.backends.torch_tracing import TraceInputs, trace
 from penstock.backends.torch_transformer import fuse_layers
@@ -77,6 +78,8 @@ class Fusion:
 
     module: fx.GraphModule
     tuner: Tuner | None
+    # Selections of a token that were moved up (`torch_narrowing`).
+    num_narrowed: int = 0
     # Whether new shapes are still timed.
     is_open: bool = True
     _seen: set[object] = field(default_factory=set)
@@ -110,8 +113,12 @@ class Fusion:
         # The number of convolutions comes first, also if there are none.
         names = [name for name in KINDS if kinds[name] or name == KINDS[0]]
         text = ", ".join(f"{kinds[name]} {name}" for name in names)
+        narrowed = (
+            {"first_token": "only that after the last attention"} if self.num_narrowed else {}
+        )
         if self.tuner is None:
-            return {"fusion": f"{text}: {_list(Counter(_default(each) for each in layers))}"}
+            defaults = _list(Counter(_default(each) for each in layers))
+            return {"fusion": f"{text}: {defaults}"} | narrowed
         counts = convolution.counted(layers)
         for batch in sorted({*sorted(counts)[:1], *sorted(counts)[-1:]}):
             text += f"; batch {batch}: {_list(counts[batch])}"
@@ -119,7 +126,7 @@ class Fusion:
         if self.tuner.problems:
             case, problem = next(iter(self.tuner.problems.items()))
             facts["fusion_dropped"] = f"{len(self.tuner.problems)}: {case}: {problem}"
-        return facts
+        return facts | narrowed
 
     def files(self) -> dict[str, bytes]:
         if self.tuner is None or not self.tuner.used():
@@ -174,6 +181,7 @@ def fuse(
     with torch.no_grad():
         _drop(traced)
         restore(traced)
+        num_narrowed = narrow(traced, sample) if what != CONVOLUTIONS else 0
         if what != TRANSFORMER:
             fuse_norms(traced, tuner)
             _Fuser(traced, tuner).run()
@@ -184,7 +192,7 @@ def fuse(
     traced.graph.lint()
     traced.delete_all_unused_submodules()
     traced.recompile()
-    return Fusion(traced.eval(), tuner)
+    return Fusion(traced.eval(), tuner, num_narrowed)
 
 
 def _drop(traced: fx.GraphModule) -> None:

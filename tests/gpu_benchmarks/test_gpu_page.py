@@ -93,7 +93,15 @@ def test_networks_are_side_by_side(page, tmp_path) -> None:
     assert rows["batching"][0] == "3.7x" and rows["batching"][3] == "3.97x (GPU busy 31% → 97%)"
     assert "batch" in rows["fused convolutions"][1] and rows["packing"][3] == page.units.UNKNOWN
     assert "batch" in rows["INT8"][1] and rows["INT8"][2] == page.units.UNKNOWN
-    assert "torch.compile" not in rows
+    assert "batch" in rows["torch.compile"][1] and rows["torch.compile"][2] == page.units.UNKNOWN
+
+
+def test_files_of_other_benchmarks_are_left_out(page, tmp_path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"rows": []}')
+    assert len(page.read([other, *RESULTS])) == len(RESULTS)
+    with pytest.raises(ConfigError, match=r"other\.json: expected what benchmarks/gpu/run.py"):
+        page.read([other])
 
 
 def test_files_of_others_are_named(page, tmp_path) -> None:

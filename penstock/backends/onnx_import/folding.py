@@ -70,6 +70,16 @@ class _Recorder(fx.Interpreter):  # type: ignore[misc]
         return found.to("meta") if isinstance(found, torch.Tensor) else found
 
 
+def record_shapes(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> dict[fx.Node, tuple[int, ...]]:
+    """Return the shapes of all tensors of a graph, for inputs on the meta device."""
+    recorder = _Recorder(module)
+    with torch.no_grad():
+        recorder.run(*inputs)
+    return recorder.shapes
+
+
 def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
     """Fold what is the same for all samples of input shapes that the graph takes; return how many
     nodes were. A graph whose shapes depend on data stays as it is."""
