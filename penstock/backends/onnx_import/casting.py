@@ -188,7 +188,13 @@ class _Narrowing:
 
 
 def _is_large(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.isfinite() & (tensor.abs() > torch.finfo(dtype).max)
+    most = torch.finfo(dtype).max
+    if tensor.numel():
+        # One pass over large weights; NaN is not within.
+        lowest, highest = tensor.aminmax()
+        if bool((lowest >= -most) & (highest <= most)):
+            return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    return tensor.isfinite() & (tensor.abs() > most)
 
 
 def _keep_scales(

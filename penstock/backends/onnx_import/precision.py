@@ -191,8 +191,10 @@ def takes_wide(user: fx.Node, node: fx.Node) -> bool:
 
 def is_tiny(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return whether a single number is an epsilon; among many, small ones may as well be zeros."""
+    if tensor.numel() != 1:
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
     least = torch.finfo(dtype).smallest_normal
-    return (tensor != 0) & (tensor.abs() < least) & (tensor.numel() == 1)
+    return (tensor != 0) & (tensor.abs() < least)
 
 
 def constants_of(module: fx.GraphModule, node: fx.Node) -> Iterator[torch.Tensor]:

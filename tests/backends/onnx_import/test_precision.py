@@ -29,6 +29,12 @@ node = helper.make_node
 random = np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Each test draws the same, whichever ran before it in this process."""
+    random.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 def floats(*shape: int) -> Array:
     return random.standard_normal(shape).astype(np.float32)
 
