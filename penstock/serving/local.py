@@ -9,15 +9,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import uvloop
+
 from penstock.config import ModelConfig
-from penstock.errors import NotReady, PenstockError
+from penstock.errors import NotReady
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
+from penstock.serving.answer_future import AnswerFuture
 from penstock.serving.context import log_about
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
@@ -25,8 +27,8 @@ from penstock.serving.placement import place
 from penstock.serving.served import Served
 from penstock.serving.supervisor import ThreadLife
 from penstock.system import devices
-from penstock.types import Array, CallbackSink, Request, Response, to_array
-from penstock.wire.arrays import Given, to_tensors
+from penstock.types import Array, Request
+from penstock.wire.arrays import Given, InputReader
 
 log = logging.getLogger("penstock.local")
 Kind = TypeVar("Kind", bound=Served)
@@ -40,7 +42,7 @@ class ModelThread(Generic[Kind]):
         # Guards the hand-over to the loop against closing.
         self._lock = threading.Lock()
         self._is_closed = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
@@ -89,7 +91,9 @@ class LocalModel(ModelThread[Model | StagePipeline]):
         """`model` is a model's folder, or a configuration that is placed already."""
         if not isinstance(model, ModelConfig):
             model = choose(resolve(model).read(), model, version)
-        # Requests on their way to the loop; one wake-up takes all of them.
+        has_batch = model.max_batch_size > 0
+        self._reader = InputReader(model.inputs, model.name, has_batch=has_batch)
+        # Requests on their way to the loop, which is woken only if it does not look for them.
         self._sent: deque[Request] = deque()
         self._is_taking_due = False
         super().__init__(model, start(model, ThreadLife))
@@ -105,23 +109,14 @@ class LocalModel(ModelThread[Model | StagePipeline]):
         has a batch dimension, so must the arrays."""
         return self.submit(inputs).result()
 
-    def submit(self, inputs: Given) -> Future[dict[str, Array]]:
-        """Like `infer`, without waiting: concurrent requests are batched."""
-        future: Future[dict[str, Array]] = Future()
-
-        def deliver(request: Request, answer: Response | PenstockError) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            if isinstance(answer, PenstockError):
-                future.set_exception(answer)
-            else:
-                future.set_result({t.name: to_array(t).copy() for t in answer.outputs})
-
-        config, has_batch = self.config, self.config.max_batch_size > 0
-        tensors = to_tensors(inputs, config.inputs, config.name, has_batch=has_batch)
-        request = Request(CallbackSink(deliver), tensors, time.monotonic())
+    def submit(self, inputs: Given) -> AnswerFuture:
+        """Like `infer`, without waiting: concurrent requests are batched. The arrays are copied, so
+        the caller may change them at once."""
+        future = AnswerFuture(self.cancel)
+        tensors, form = self._reader.read(inputs)
+        future.request = request = Request(future, tensors, time.monotonic())
+        request.form = form
         self.send(request)
-        future.add_done_callback(lambda done: self.cancel(request) if done.cancelled() else None)
         return future
 
     def send(self, request: Request) -> None:
@@ -142,10 +137,17 @@ class LocalModel(ModelThread[Model | StagePipeline]):
                 self._loop.call_soon_threadsafe(self._model.cancel, request)
 
     def _take_sent(self) -> None:
-        # Reset first: requests sent from now on wake the loop again.
-        self._is_taking_due = False
-        for _ in range(len(self._sent)):
-            self._model.submit(self._sent.popleft())
+        sent, submit = self._sent, self._model.submit
+        if not sent:
+            self._is_taking_due = False
+            # Who sent a request before that line did not wake the loop.
+            if not sent:
+                return
+            self._is_taking_due = True
+        for _ in range(len(sent)):
+            submit(sent.popleft())
+        # Look again in the next turn, because bursts are common and a wake-up is a system call.
+        self._loop.call_soon(self._take_sent)
 
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipeline:

@@ -12,6 +12,8 @@ import numpy as np
 import onnxruntime
 import pytest
 from doubles import FakeGpus, RecordingSink
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 from penstock.errors import (
@@ -58,6 +60,14 @@ def model_folder(root: Path, text: str | None, *versions: str) -> str:
 @pytest.fixture(scope="module")
 def digits(examples: Path) -> Iterator[LocalModel]:
     with LocalModel(str(examples / "digits")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalModel]:
+    """Answers with what it is given, in batches."""
+    path = model_folder(tmp_path_factory.mktemp("echo"), NULL + "dynamic_batching { }")
+    with LocalModel(path) as model:
         yield model
 
 
@@ -505,3 +515,95 @@ def test_a_model_of_the_gpus_is_placed_on_those_there_are(
     monkeypatch.setattr(devices, "read_gpus", FakeGpus())
     with pytest.raises(ConfigError, match="no NVIDIA GPU is seen here"):
         LocalModel(path)
+
+
+# Submitting
+
+
+ECHO = NULL + "dynamic_batching { }"
+
+
+@pytest.mark.parametrize("form", ["array", "dict", "strided", "float64", "list"])
+def test_the_caller_may_change_what_was_submitted(tmp_path: Path, form: str) -> None:
+    text = ECHO + parameter("null.a_ms", "20")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        futures = []
+        array = np.empty((2, 2), np.float64 if form == "float64" else np.float32)
+        for number in range(8):
+            array[:] = number
+            inputs: object = array
+            if form == "dict":
+                inputs = {"x": array}
+            elif form == "strided":
+                inputs = array.T
+            elif form == "list":
+                inputs = array.tolist()
+            futures.append(model.submit(inputs))
+            array[:] = -1
+        for number, future in enumerate(futures):
+            assert future.result(timeout=60)["y"].tolist() == [[number] * 2] * 2
+
+
+def test_a_transposed_array_is_read_in_its_order(tmp_path: Path) -> None:
+    array = np.arange(4, dtype=np.float32).reshape(2, 2)
+    with LocalModel(model_folder(tmp_path, ECHO)) as model:
+        for _ in range(2):
+            assert model.infer(array.T)["y"].tolist() == array.T.tolist()
+            assert model.infer({"x": array[:, ::-1]})["y"].tolist() == array[:, ::-1].tolist()
+
+
+def test_wrong_shapes_are_refused_each_time(digits: LocalModel) -> None:
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="image"):
+            digits.infer(np.zeros((1, 1, 8, 9), np.float32))
+
+
+def test_submit_may_be_called_while_it_closes(tmp_path: Path) -> None:
+    """Each request is answered or refused; none is lost."""
+    model = LocalModel(model_folder(tmp_path, ECHO))
+    row, futures, ended = np.ones((1, 2), np.float32), [], []
+
+    def send() -> None:
+        try:
+            while True:
+                futures.append(model.submit(row))
+        except NotReady as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=send) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    model.close()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(ended) == 3
+    for future in futures:
+        error = future.exception(timeout=60)
+        assert error is None or isinstance(error, PenstockError)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=60),
+    num_threads=st.integers(1, 4),
+    cancelled=st.sets(st.integers(0, 59)),
+)
+def test_each_submit_gets_its_own_answer(
+    echo: LocalModel, sizes: list[int], num_threads: int, cancelled: set[int]
+) -> None:
+    def send(index: int) -> tuple[np.ndarray, Future]:
+        first = np.float32(1000 * index)
+        array = first + np.arange(2 * sizes[index], dtype=np.float32).reshape(-1, 2)
+        future = echo.submit({"x": array} if index % 2 else array)
+        kept = array.copy()
+        array[:] = -1
+        if index in cancelled:
+            future.cancel()
+        return kept, future
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        sent = list(threads.map(send, range(len(sizes))))
+    for kept, future in sent:
+        if not future.cancelled():
+            np.testing.assert_array_equal(future.result(timeout=60)["y"], kept)
