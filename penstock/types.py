@@ -19,6 +19,7 @@ import numpy.typing as npt
 from penstock.errors import Cancelled, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.serving.held_rows import HeldRows
     from penstock.serving.plan import Ticket
 
 log = logging.getLogger("penstock")
@@ -187,8 +188,8 @@ class Request:
 
     __slots__ = (
         "caller", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
-        "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "sink", "ticket",
-        "timeout_s", "timings", "turn",
+        "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "rows", "sink",
+        "ticket", "timeout_s", "timings", "turn",
     )  # fmt: skip
     # Set by the model that admits the request.
     ticket: Ticket
@@ -207,6 +208,8 @@ class Request:
         self.form: object = None
         self.id = id
         self.inputs = inputs
+        # The same inputs where a worker in this process may read them; None: they are copied.
+        self.rows: HeldRows | None = None
         self.outputs = outputs
         self.parameters: Mapping[str, Parameter] | None = None
         # Default for outputs that do not say themselves whether they are binary.

@@ -18,6 +18,7 @@ from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.backends.heads import Headed
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
+from penstock.serving import held_rows
 from penstock.serving.shard_link import ShardLink, ShardMemory
 from penstock.serving.worker_spill import Spilled, Values, split
 from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
@@ -125,15 +126,32 @@ class BatchExecutor:
         for part in parts:
             pieces += self._pieces(part)
         if len(parts) == 1:
-            return Batch.of(pieces, parts[0].num_rows, parts[0].frame.requests)
+            (part,) = parts
+            room = self._room(part) if len(pieces) > 1 else None
+            return Batch.of(pieces, part.num_rows, part.frame.requests, room)
         requests = [request for part in parts for request in part.frame.requests]
         return Batch.of(pieces, sum(part.num_rows for part in parts), requests)
+
+    def _room(self, part: Part) -> Mapping[str, Array] | None:
+        """Return the rows that wait for inputs which are elsewhere; None if they are apart. New
+        memory for each batch would cost more than the copy."""
+        frame = part.frame
+        if not frame.held or len(frame.runs) != 1:
+            return None
+        (run,) = frame.runs
+        room: dict[str, Array] = {}
+        for name, column in zip(self._names, part.memory.columns(run.slab, frame), strict=False):
+            room[name] = column[run.row : run.row + run.count]
+            room[name].flags.writeable = True
+        return room
 
     def _pieces(self, part: Part) -> Sequence[Mapping[str, Array]]:
         """Return the inputs of each run of rows, or of each request without rows."""
         frame, memory = part.frame, part.memory
         if not frame.runs:
             return memory.spill.read(frame.requests)
+        if frame.held:
+            return held_rows.find(frame.held).pieces
         pieces: list[dict[str, Array]] = []
         for run in frame.runs:
             rows = slice(run.row, run.row + run.count)

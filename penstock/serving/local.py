@@ -8,27 +8,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-import uvloop
-
 from penstock.config import ModelConfig
-from penstock.errors import NotReady
+from penstock.errors import InvalidRequest, NotReady
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
 from penstock.serving.answer_future import AnswerFuture
 from penstock.serving.context import log_about
+from penstock.serving.held_rows import HeldRows
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.placement import place
+from penstock.serving.registered import RegisteredRows, register
 from penstock.serving.served import Served
 from penstock.serving.supervisor import ThreadLife
 from penstock.system import devices
-from penstock.types import Array, Request
-from penstock.wire.arrays import Given, InputReader
+from penstock.types import Array, Request, Tensor, to_array
+from penstock.wire.arrays import MIN_VIEW_BYTES, Given, InputForm, InputReader
 
 log = logging.getLogger("penstock.local")
 Kind = TypeVar("Kind", bound=Served)
@@ -42,7 +42,7 @@ class ModelThread(Generic[Kind]):
         # Guards the hand-over to the loop against closing.
         self._lock = threading.Lock()
         self._is_closed = False
-        self._loop = uvloop.new_event_loop()
+        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
@@ -91,8 +91,8 @@ class LocalModel(ModelThread[Model | StagePipeline]):
         """`model` is a model's folder, or a configuration that is placed already."""
         if not isinstance(model, ModelConfig):
             model = choose(resolve(model).read(), model, version)
-        has_batch = model.max_batch_size > 0
-        self._reader = InputReader(model.inputs, model.name, has_batch=has_batch)
+        self._has_batch = model.max_batch_size > 0
+        self._reader = InputReader(model.inputs, model.name, has_batch=self._has_batch)
         # Requests on their way to the loop, which is woken only if it does not look for them.
         self._sent: deque[Request] = deque()
         self._is_taking_due = False
@@ -104,18 +104,35 @@ class LocalModel(ModelThread[Model | StagePipeline]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def infer(self, inputs: Given) -> dict[str, Array]:
+    def register(self, arrays: Array | Mapping[str, Array]) -> RegisteredRows:
+        """Return rows that `submit` takes by reference. The arrays have a first dimension of rows;
+        they must have the datatype of the input and be C-contiguous."""
+        return register(self, self.config, arrays)
+
+    def infer(self, inputs: Given | RegisteredRows) -> dict[str, Array]:
         """Return outputs by name. A model that needs one input takes a single array; if the model
         has a batch dimension, so must the arrays."""
-        return self.submit(inputs).result()
+        return self.submit(inputs, copy=False).result()
 
-    def submit(self, inputs: Given) -> AnswerFuture:
+    def submit(self, inputs: Given | RegisteredRows, *, copy: bool = True) -> AnswerFuture:
         """Like `infer`, without waiting: concurrent requests are batched. The arrays are copied, so
-        the caller may change them at once."""
+        the caller may change them at once; without `copy`, or if they are registered, only after
+        the answer."""
         future = AnswerFuture(self.cancel)
-        tensors, form = self._reader.read(inputs)
+        rows: HeldRows | None = None
+        form: InputForm | None
+        if isinstance(inputs, RegisteredRows):
+            registration = inputs.registration
+            if registration.owner is not self:
+                raise InvalidRequest(f"the rows are not registered with '{self.config.name}'")
+            tensors, form = registration.read(inputs.start, inputs.stop)
+            rows = inputs
+        else:
+            tensors, form = self._reader.read(inputs, copy=copy)
         future.request = request = Request(future, tensors, time.monotonic())
         request.form = form
+        if self._has_batch and tensors and len(tensors[0].data) >= MIN_VIEW_BYTES:
+            request.rows = rows or _held(tensors)
         self.send(request)
         return future
 
@@ -148,6 +165,16 @@ class LocalModel(ModelThread[Model | StagePipeline]):
             submit(sent.popleft())
         # Look again in the next turn, because bursts are common and a wake-up is a system call.
         self._loop.call_soon(self._take_sent)
+
+
+def _held(tensors: Sequence[Tensor]) -> HeldRows | None:
+    """Return rows of large tensors that stay where they are; None if there is a text."""
+    if any(each.datatype == "BYTES" or not each.shape for each in tensors):
+        return None
+    arrays = {each.name: to_array(each) for each in tensors}
+    for array in arrays.values():
+        array.flags.writeable = False
+    return HeldRows(arrays, 0, tensors[0].shape[0])
 
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipeline:

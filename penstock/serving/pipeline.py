@@ -290,7 +290,7 @@ class StagePipeline:
             self._shares.enter(request, request.caller, level=self._level(request))
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
-        tensors, request.inputs = request.inputs, ()
+        tensors, request.inputs, request.rows = request.inputs, (), None
         journey.submit(tensors, now)
 
     def cancel(self, request: Request) -> None:

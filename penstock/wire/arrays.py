@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import InvalidRequest
-from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array
+from penstock.types import DATATYPES, Array, Buffer, Tensor, TensorSpec, from_array
 
 # What `infer` takes: one array or text for a model with one input that it needs, or inputs by name.
 Given = Array | str | bytes | Sequence[object] | Mapping[str, object]
 MAX_FORMS = 1024
+# Smaller arrays are copied in less time than a view takes.
+MIN_VIEW_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +30,8 @@ class InputForm:
 
 
 class InputReader:
-    """Turns what callers give into private tensors. Arrays that need no cast are only copied, by a
-    form that is remembered for their dtypes and shapes. Safe to use from any thread."""
+    """Turns what callers give into tensors. Arrays that need no cast are only copied, by a form
+    that is remembered for their dtypes and shapes. Safe to use from any thread."""
 
     def __init__(self, inputs: Sequence[TensorSpec], model: str, *, has_batch: bool) -> None:
         self._inputs = inputs
@@ -37,23 +39,24 @@ class InputReader:
         self._has_batch = has_batch
         self._known: dict[object, InputForm] = {}
 
-    def read(self, given: Given) -> tuple[list[Tensor], InputForm | None]:
-        """Return the tensors, which share no memory with what is given, and their form; None if it
-        has to be read anew each time. InvalidRequest names the input that does not fit."""
+    def read(self, given: Given, *, copy: bool = True) -> tuple[list[Tensor], InputForm | None]:
+        """Return the tensors and their form; None if it has to be read anew each time. With `copy`
+        they share no memory with what is given. InvalidRequest names the input that does not
+        fit."""
         if type(given) is np.ndarray:
             form = self._known.get((given.dtype, given.shape))
             if form is not None:
-                data = given.tobytes()
+                data = given.tobytes() if copy else _data(given)
                 return [Tensor(form.names[0], form.datatypes[0], given.shape, data)], form
         arrays = _arrays(given)
         form = self._known.get(_key(given, arrays)) if arrays else None
         if form is not None:
             return [
-                Tensor(name, datatype, array.shape, array.tobytes())
+                Tensor(name, datatype, array.shape, array.tobytes() if copy else _data(array))
                 for name, datatype, array in zip(form.names, form.datatypes, arrays, strict=True)
             ], form
         tensors = to_tensors(given, self._inputs, self._model, has_batch=self._has_batch)
-        for tensor in tensors:
+        for tensor in tensors if copy else ():
             tensor.data = bytes(tensor.data)
         return tensors, self._remember(given, arrays, tensors)
 
@@ -124,6 +127,13 @@ def _arrays(given: Given) -> Sequence[Array]:
         return (given,)
     arrays = tuple(given.values()) if type(given) is dict else ()
     return arrays if all(type(each) is np.ndarray for each in arrays) else ()
+
+
+def _data(array: Array) -> Buffer:
+    """Return the bytes of an array; a view if it is large and contiguous."""
+    if array.nbytes < MIN_VIEW_BYTES or not array.flags.c_contiguous:
+        return array.tobytes()
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _key(given: Given, arrays: Sequence[Array]) -> object:

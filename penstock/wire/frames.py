@@ -161,6 +161,8 @@ class Dispatch(Frame, tag="run"):
     round: int = 0
     # What is left; None: nothing that could be given now.
     more: Want | None = None
+    # Number of the inputs in the memory of this process (`serving.held_rows`); 0: in the rows.
+    held: int = 0
 
 
 class Decline(Frame, tag="pass"):
