@@ -1,6 +1,6 @@
 """What a request costs in process: CPU time in the caller of `submit`, and in all threads.
 
-    python benchmarks/in_process.py                    about a minute
+    python benchmarks/in_process.py                    about two minutes
     python benchmarks/in_process.py --beside FOLDER    in turns with another checkout
     python benchmarks/in_process.py --quick            one short round
 
