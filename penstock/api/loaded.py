@@ -65,10 +65,12 @@ class LoadedModel:
         """Like `infer`, for callers with an event loop. Cancelling it cancels the request."""
         return await asyncio.wrap_future(self.submit(inputs))
 
-    def submit(self, inputs: Given | RegisteredRows) -> Future[dict[str, Array]]:
-        """Like `infer`, without waiting: concurrent requests are batched. Arrays are copied, so
-        they may be changed at once; rows of registered memory are not."""
-        return self._takes_tensors().submit(inputs)
+    def submit(
+        self, inputs: Given | RegisteredRows, *, copy: bool = False
+    ) -> Future[dict[str, Array]]:
+        """Like `infer`, without waiting: concurrent requests are batched. Arrays of 16 kB or more
+        are not copied, so they must not change before the answer; with `copy` they may."""
+        return self._takes_tensors().submit(inputs, copy=copy)
 
     def register(self, arrays: Array | Mapping[str, Array]) -> RegisteredRows:
         """Return rows that `infer` and `submit` take without copying them: `rows[i]`, `rows[i:j]`.

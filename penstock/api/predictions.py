@@ -89,7 +89,7 @@ def run(model: LocalModel, columns: Columns, batch_size: int, advance: Advance) 
         for num_rows, tensors in _batches(columns, model.config, batch_size):
             if len(waiting) == NUM_IN_FLIGHT:
                 take()
-            waiting.append((num_rows, model.submit(tensors, copy=False)))
+            waiting.append((num_rows, model.submit(tensors)))
         while waiting:
             take()
     finally:

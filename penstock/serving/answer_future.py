@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from penstock.errors import PenstockError
-from penstock.types import Array, Request, Response, to_array
+from penstock.types import Array, Request, Response
 
 PENDING, RUNNING, FINISHED = "PENDING", "RUNNING", "FINISHED"
 # Guards the making of conditions. Nothing is allocated under it, so no finalizer runs there.
@@ -31,8 +31,9 @@ class AnswerFuture(Future[Answer]):
 
     def __init__(self, cancel: Callable[[Request], None]) -> None:
         self._cancel = cancel
-        # Set by who submits, before anybody else sees the future.
-        self.request: Request
+        # Set by who submits, before anybody else sees the future; dropped with the answer, since
+        # the request refers to the future.
+        self.request: Request | None = None
 
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
@@ -45,12 +46,14 @@ class AnswerFuture(Future[Answer]):
         return self._made
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
-        """Take the answer; called on the model's thread. Outputs are copied, for the caller."""
+        """Take the answer, whose arrays become the caller's; called on the model's thread."""
+        self.request = None
         if isinstance(answer, PenstockError):
             if self.set_running_or_notify_cancel():
                 self.set_exception(answer)
             return
-        outputs = {each.name: to_array(each).copy() for each in answer.outputs}
+        outputs = answer.arrays
+        assert outputs is not None, "the request takes arrays"
         with _MAKING:
             if self._made is None:
                 self._result = outputs
@@ -69,7 +72,10 @@ class AnswerFuture(Future[Answer]):
         return self._state not in (PENDING, RUNNING)
 
     def cancel(self) -> bool:
+        request = self.request
         if not super().cancel():
             return False
-        self._cancel(self.request)
+        # Without one, the answer comes at this moment, and is dropped.
+        if request is not None:
+            self._cancel(request)
         return True

@@ -40,7 +40,7 @@ class RunningBatch:
     # If several shards share the worker: whether it runs the batch yet, and with their rows in it.
     is_started: bool = True
     is_merged: bool = False
-    # Inputs that are not in shared memory.
+    # Inputs and outputs that are not in shared memory.
     held: HeldBatch | None = None
 
     def waits(self) -> Waits:

@@ -107,17 +107,17 @@ class LocalModel(ModelThread[Model | StagePipeline]):
     def register(self, arrays: Array | Mapping[str, Array]) -> RegisteredRows:
         """Return rows that `submit` takes by reference. The arrays have a first dimension of rows;
         they must have the datatype of the input and be C-contiguous."""
-        return register(self, self.config, arrays)
+        return register(self, self.config, self._reader, arrays)
 
     def infer(self, inputs: Given | RegisteredRows) -> dict[str, Array]:
         """Return outputs by name. A model that needs one input takes a single array; if the model
         has a batch dimension, so must the arrays."""
-        return self.submit(inputs, copy=False).result()
+        return self.submit(inputs).result()
 
-    def submit(self, inputs: Given | RegisteredRows, *, copy: bool = True) -> AnswerFuture:
-        """Like `infer`, without waiting: concurrent requests are batched. The arrays are copied, so
-        the caller may change them at once; without `copy`, or if they are registered, only after
-        the answer."""
+    def submit(self, inputs: Given | RegisteredRows, *, copy: bool = False) -> AnswerFuture:
+        """Like `infer`, without waiting: concurrent requests are batched. Small arrays are
+        copied; large ones (MIN_VIEW_BYTES) must not change before the answer, unless with `copy`.
+        Registered ones never may."""
         future = AnswerFuture(self.cancel)
         rows: HeldRows | None = None
         form: InputForm | None
@@ -131,6 +131,7 @@ class LocalModel(ModelThread[Model | StagePipeline]):
             tensors, form = self._reader.read(inputs, copy=copy)
         future.request = request = Request(future, tensors, time.monotonic())
         request.form = form
+        request.takes_arrays = True
         if self._has_batch and tensors and len(tensors[0].data) >= MIN_VIEW_BYTES:
             request.rows = rows or _held(tensors)
         self.send(request)

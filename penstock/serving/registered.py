@@ -13,7 +13,7 @@ from penstock.config import ModelConfig
 from penstock.errors import InvalidRequest
 from penstock.serving.held_rows import HeldRows
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, shape_fits
-from penstock.wire.arrays import InputForm
+from penstock.wire.arrays import InputForm, InputReader
 
 
 class _Column(NamedTuple):
@@ -28,28 +28,29 @@ class _Column(NamedTuple):
 class _Registration:
     """What all rows of one registration share."""
 
-    def __init__(self, owner: object, columns: Sequence[_Column]) -> None:
+    def __init__(self, owner: object, columns: Sequence[_Column], reader: InputReader) -> None:
         self.owner = owner
         self._columns = columns
-        self._names = tuple(each.spec.name for each in columns)
-        self._datatypes = tuple(each.spec.datatype for each in columns)
+        self._reader = reader
         # By the number of rows.
         self._forms: dict[int, InputForm] = {}
 
     def read(self, start: int, stop: int) -> tuple[list[Tensor], InputForm]:
         """Return some rows as tensors that refer to the memory, and their form."""
         count = stop - start
-        form = self._forms.get(count)
-        if form is None:
-            form = self._forms.setdefault(count, InputForm(self._names, self._datatypes))
         if len(self._columns) == 1:
             spec, shape, size, data = self._columns[0]
             view = data[start * size : stop * size]
-            return [Tensor(spec.name, spec.datatype, (count, *shape), view)], form
-        return [
-            Tensor(spec.name, spec.datatype, (count, *shape), data[start * size : stop * size])
-            for spec, shape, size, data in self._columns
-        ], form
+            tensors = [Tensor(spec.name, spec.datatype, (count, *shape), view)]
+        else:
+            tensors = [
+                Tensor(spec.name, spec.datatype, (count, *shape), data[start * size : stop * size])
+                for spec, shape, size, data in self._columns
+            ]
+        form = self._forms.get(count)
+        if form is None:
+            form = self._forms[count] = self._reader.form_of(tensors)
+        return tensors, form
 
 
 class RegisteredRows(HeldRows):
@@ -90,7 +91,9 @@ class RegisteredRows(HeldRows):
         return f"<RegisteredRows {self.start}:{self.stop} of {', '.join(self.arrays)}>"
 
 
-def register(owner: object, config: ModelConfig, given: object) -> RegisteredRows:
+def register(
+    owner: object, config: ModelConfig, reader: InputReader, given: object
+) -> RegisteredRows:
     """Return the rows of arrays whose first dimension is the rows; InvalidRequest says what does
     not fit the model."""
     if config.max_batch_size <= 0:
@@ -119,7 +122,7 @@ def register(owner: object, config: ModelConfig, given: object) -> RegisteredRow
         data = view.reshape(-1).view(np.uint8).data
         columns.append(_Column(specs[name], view.shape[1:], view.nbytes // num_rows, data))
     assert num_rows is not None
-    return RegisteredRows(arrays, 0, num_rows, _Registration(owner, columns))
+    return RegisteredRows(arrays, 0, num_rows, _Registration(owner, columns, reader))
 
 
 def _by_name(config: ModelConfig, array: object) -> Mapping[str, object]:

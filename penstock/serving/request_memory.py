@@ -259,14 +259,16 @@ class RequestMemory:
         layout = geometry.layout
         if layout is None:
             batch.num_rows = sum(request.num_rows for request in batch.requests)
-            parts = self._parts(batch)
-            return frames.Dispatch(batch.id, (), requests=parts, num_tokens=batch.num_tokens)
+            parts, held = self._parts(batch), self._hold(batch, has_rows=False)
+            return frames.Dispatch(
+                batch.id, (), requests=parts, num_tokens=batch.num_tokens, held=held
+            )
         runs: list[frames.RowRange] = []
         slab: Slab | None = None
         start = count = 0
-        has_held = False
+        has_rows = False
         for request in batch.requests:
-            has_held = has_held or request.rows is not None
+            has_rows = has_rows or request.rows is not None
             ticket, num_rows = request.ticket, request.num_rows
             assert ticket.slab is not None
             if ticket.slab is slab and ticket.row == start + count:
@@ -281,8 +283,6 @@ class RequestMemory:
         runs.append(frames.RowRange(slab.id, start, count))
         if len(runs) > 1:
             runs = self._sorted_runs(batch)
-        if has_held:
-            batch.held = HeldBatch(map(self._held, batch.requests))
         parts = self._parts(batch) if self.needs_parts else ()
         return frames.Dispatch(
             batch.id,
@@ -291,8 +291,18 @@ class RequestMemory:
             layout.capacity,
             parts,
             num_tokens=batch.num_tokens,
-            held=batch.held.number if batch.held is not None else 0,
+            held=self._hold(batch, has_rows),
         )
+
+    def _hold(self, batch: RunningBatch, has_rows: bool) -> int:
+        """Return the number of a batch with a caller in this process; 0 if it has none.
+        `has_rows`: some of its inputs are not in shared memory."""
+        requests = batch.requests
+        if not any([request.takes_arrays for request in requests]):
+            return 0
+        counts = [request.num_rows for request in requests]
+        batch.held = HeldBatch(counts, map(self._held, requests) if has_rows else ())
+        return batch.held.number
 
     def _held(self, request: Request) -> HeldRows:
         """Return where the inputs of a placed request are: its own memory, or its rows."""

@@ -30,8 +30,9 @@ class InputForm:
 
 
 class InputReader:
-    """Turns what callers give into tensors. Arrays that need no cast are only copied, by a form
-    that is remembered for their dtypes and shapes. Safe to use from any thread."""
+    """Turns what callers give into tensors. Arrays that need no cast are copied, or referred to if
+    they are large, by a form that is remembered for their dtypes and shapes. Safe to use from any
+    thread."""
 
     def __init__(self, inputs: Sequence[TensorSpec], model: str, *, has_batch: bool) -> None:
         self._inputs = inputs
@@ -39,10 +40,10 @@ class InputReader:
         self._has_batch = has_batch
         self._known: dict[object, InputForm] = {}
 
-    def read(self, given: Given, *, copy: bool = True) -> tuple[list[Tensor], InputForm | None]:
-        """Return the tensors and their form; None if it has to be read anew each time. With `copy`
-        they share no memory with what is given. InvalidRequest names the input that does not
-        fit."""
+    def read(self, given: Given, *, copy: bool = False) -> tuple[list[Tensor], InputForm | None]:
+        """Return the tensors and their form; None if it has to be read anew each time. Large ones
+        may share their memory with what is given, unless with `copy`. InvalidRequest names the
+        input that does not fit."""
         if type(given) is np.ndarray:
             form = self._known.get((given.dtype, given.shape))
             if form is not None:
@@ -56,9 +57,16 @@ class InputReader:
                 for name, datatype, array in zip(form.names, form.datatypes, arrays, strict=True)
             ], form
         tensors = to_tensors(given, self._inputs, self._model, has_batch=self._has_batch)
-        for tensor in tensors if copy else ():
-            tensor.data = bytes(tensor.data)
+        for tensor in tensors:
+            if copy or len(tensor.data) < MIN_VIEW_BYTES:
+                tensor.data = bytes(tensor.data)
         return tensors, self._remember(given, arrays, tensors)
+
+    def form_of(self, tensors: Sequence[Tensor]) -> InputForm:
+        """Return the form of tensors that fit the inputs; arrays by the same names have it too."""
+        forms = [(DATATYPES[each.datatype].numpy, each.shape) for each in tensors]
+        key = tuple(zip([each.name for each in tensors], forms, strict=True))
+        return self._known.get(key) or self._add(key, tensors)
 
     def _remember(
         self, given: Given, arrays: Sequence[Array], tensors: Sequence[Tensor]
@@ -68,12 +76,15 @@ class InputReader:
         for array, tensor in zip(arrays, tensors, strict=True):
             if tensor.datatype == "BYTES" or array.dtype != DATATYPES[tensor.datatype].numpy:
                 return None
+        return self._add(_key(given, arrays), tensors)
+
+    def _add(self, key: object, tensors: Sequence[Tensor]) -> InputForm:
         if len(self._known) >= MAX_FORMS:
             self._known.clear()
         names, datatypes = (each.name for each in tensors), (each.datatype for each in tensors)
         form = InputForm(tuple(names), tuple(datatypes))
         # Another thread may have been first; all of them use its form.
-        return self._known.setdefault(_key(given, arrays), form)
+        return self._known.setdefault(key, form)
 
 
 def to_tensors(

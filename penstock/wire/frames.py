@@ -161,7 +161,7 @@ class Dispatch(Frame, tag="run"):
     round: int = 0
     # What is left; None: nothing that could be given now.
     more: Want | None = None
-    # Number of the inputs in the memory of this process (`serving.held_rows`); 0: in the rows.
+    # Number of a batch with arrays of this process (`serving.held_rows`); 0: it has none.
     held: int = 0
 
 

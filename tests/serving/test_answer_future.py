@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from concurrent import futures
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from penstock.errors import BackendFailed
 from penstock.serving.answer_future import AnswerFuture
-from penstock.types import Request, Response, from_array
+from penstock.types import Request, Response
 
 
 class Cancels:
@@ -29,8 +30,8 @@ def make(cancels: Cancels | None = None) -> AnswerFuture:
 
 
 def answer(future: AnswerFuture, number: int = 1) -> None:
-    tensor = from_array("y", "FP32", np.full((1, 2), number, np.float32))
-    future.request.respond(Response("model", "1", [tensor]))
+    arrays = {"y": np.full((1, 2), number, np.float32)}
+    future.request.respond(Response("model", "1", (), arrays=arrays))
 
 
 def number_of(future: AnswerFuture) -> float:
@@ -167,3 +168,17 @@ def test_whoever_comes_while_it_is_answered_sees_the_answer(use: str) -> None:
     for number, future in enumerate(some):
         if not future.cancelled():
             assert number_of(future) == number
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+def test_what_is_answered_is_freed_without_the_garbage_collector(is_error: bool) -> None:
+    future = make()
+    assert future.request is not None
+    gone = weakref.ref(future)
+    request = future.request
+    if is_error:
+        request.respond(BackendFailed("it broke"))
+    else:
+        answer(future)
+    del future, request
+    assert gone() is None

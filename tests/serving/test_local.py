@@ -524,24 +524,27 @@ ECHO = NULL + "dynamic_batching { }"
 
 
 @pytest.mark.parametrize("form", ["array", "dict", "strided", "float64", "list"])
-def test_the_caller_may_change_what_was_submitted(tmp_path: Path, form: str) -> None:
-    text = ECHO + parameter("null.a_ms", "20")
+@pytest.mark.parametrize("size", [2, 5000])
+def test_the_caller_may_change_small_arrays_and_copies(
+    tmp_path: Path, form: str, size: int
+) -> None:
+    text = (ECHO + parameter("null.a_ms", "20")).replace("[ 2 ]", f"[ {size} ]")
     with LocalModel(model_folder(tmp_path, text)) as model:
         futures = []
-        array = np.empty((2, 2), np.float64 if form == "float64" else np.float32)
+        array = np.empty((2, size), np.float64 if form == "float64" else np.float32)
+        if form == "strided":
+            array = np.empty((size, 2), array.dtype).T
         for number in range(8):
             array[:] = number
             inputs: object = array
             if form == "dict":
                 inputs = {"x": array}
-            elif form == "strided":
-                inputs = array.T
             elif form == "list":
                 inputs = array.tolist()
-            futures.append(model.submit(inputs))
+            futures.append(model.submit(inputs, copy=size > 2))
             array[:] = -1
         for number, future in enumerate(futures):
-            assert future.result(timeout=60)["y"].tolist() == [[number] * 2] * 2
+            assert future.result(timeout=60)["y"].tolist() == [[number] * size] * 2
 
 
 def test_a_transposed_array_is_read_in_its_order(tmp_path: Path) -> None:
@@ -607,3 +610,66 @@ def test_each_submit_gets_its_own_answer(
     for kept, future in sent:
         if not future.cancelled():
             np.testing.assert_array_equal(future.result(timeout=60)["y"], kept)
+
+
+# Answers
+
+
+# A batch starts when it is full, with 4 rows.
+DELAYED = ECHO.replace("batching { }", "batching { max_queue_delay_microseconds: 60000000 }")
+
+
+@pytest.mark.parametrize("size", [2, 5000])
+def test_answers_of_one_batch_share_nothing_that_is_written(tmp_path: Path, size: int) -> None:
+    text = DELAYED.replace("[ 2 ]", f"[ {size} ]")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        given = np.arange(4 * size, dtype=np.float32).reshape(4, size)
+        futures = [model.submit(given[index : index + 1]) for index in range(4)]
+        answers = [future.result(timeout=60)["y"] for future in futures]
+        assert model.statistics()["execution_count"] == 1
+        kept = given.copy()
+        for index, answer in enumerate(answers):
+            assert not np.shares_memory(answer, given)
+            np.testing.assert_array_equal(answer, kept[index : index + 1])
+            answer[:] = -1
+        if size > 2:
+            # Who keeps one answer does not keep the others.
+            assert all(answer.base is None for answer in answers)
+
+
+def test_sinks_of_both_kinds_may_share_a_batch(tmp_path: Path) -> None:
+    sink = RecordingSink()
+    with LocalModel(model_folder(tmp_path, DELAYED)) as model:
+        futures = [model.submit(np.full((1, 2), number, np.float32)) for number in (1, 2)]
+        tensor = from_array("x", "FP32", np.full((2, 2), 3, np.float32))
+        model.send(Request(sink, [tensor], time.monotonic()))
+        answers = [future.result(timeout=60)["y"].tolist() for future in futures]
+        assert answers == [[[1, 1]], [[2, 2]]]
+        assert model.statistics()["execution_count"] == 1
+    assert sink.num_final == 1 and sink.outputs[0]["y"].tolist() == [[3, 3], [3, 3]]
+
+
+def test_outputs_of_any_size_belong_to_the_caller(tmp_path: Path) -> None:
+    text = ECHO.replace("[ 2 ]", "[ -1 ]")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        arrays = [np.full((1, size), size, np.float32) for size in (1, 3, 3, 9000)]
+        futures = [model.submit(array) for array in arrays]
+        for array, future in zip(arrays, futures, strict=True):
+            answer = future.result(timeout=60)["y"]
+            np.testing.assert_array_equal(answer, array)
+            assert not np.shares_memory(answer, array)
+            answer[:] = -1
+
+
+def test_answers_may_wait_for_their_turn(tmp_path: Path) -> None:
+    text = ECHO.replace("batching { }", "batching { preserve_ordering: true }")
+    text += "instance_group { count: 2 }" + parameter("null.a_ms", "2")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        done: list[int] = []
+        futures = []
+        for number in range(40):
+            future = model.submit(np.full((1, 2), number, np.float32))
+            future.add_done_callback(lambda _, number=number: done.append(number))
+            futures.append(future)
+        answers = [future.result(timeout=60)["y"][0, 0] for future in futures]
+        assert answers == list(range(40)) and sorted(done) == list(range(40))

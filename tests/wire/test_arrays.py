@@ -1,4 +1,4 @@
-"""Arrays of Python callers as private tensors."""
+"""Arrays of Python callers as tensors."""
 
 from threading import Thread
 
@@ -98,3 +98,12 @@ def test_threads_that_come_first_together_share_a_form() -> None:
     for thread in threads:
         thread.join()
     assert len(set(forms)) == 1
+
+
+def test_tensors_have_the_form_of_arrays_by_their_names() -> None:
+    reader = InputReader(INPUTS, "model", has_batch=False)
+    arrays = {"b": np.zeros((3,), np.int8), "a": np.zeros((2,), np.float32)}
+    tensors, form = reader.read(arrays)
+    assert reader.form_of(tensors) is form
+    others, _ = reader.read(arrays | {"b": np.zeros((4,), np.int8)})
+    assert reader.form_of(others) is not form
