@@ -170,10 +170,11 @@ class LocalModel(ModelThread[Model | StagePipeline]):
 
 def _held(tensors: Sequence[Tensor]) -> HeldRows | None:
     """Return rows of large tensors that stay where they are; None if there is a text."""
-    if any(each.datatype == "BYTES" or not each.shape for each in tensors):
-        return None
-    arrays = {each.name: to_array(each) for each in tensors}
-    for array in arrays.values():
+    arrays: dict[str, Array] = {}
+    for each in tensors:
+        if each.datatype == "BYTES" or not each.shape:
+            return None
+        array = arrays[each.name] = to_array(each)
         array.flags.writeable = False
     return HeldRows(arrays, 0, tensors[0].shape[0])
 
