@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import logging
 import os
@@ -52,6 +51,7 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.shards import Shards
+from penstock.system import garbage
 from penstock.system.exit_codes import ExitCode
 
 log = logging.getLogger("penstock.server")
@@ -205,9 +205,7 @@ class Server:
                 await loading
             return
         loading.result()
-        # Freeze what exists now, so that full collections do not scan it.
-        gc.collect()
-        gc.freeze()
+        garbage.freeze(garbage.SERVING)
         self.lifecycle.is_loading = False
         if self._options.reload:
             reloader = Reloader(self.catalog, self.management.control)

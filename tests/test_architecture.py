@@ -181,7 +181,6 @@ WITHOUT_OWN_TEST = {
     "api/server_process.py": "tests/api/test_server_handle.py starts it",
     "api/serving.py": "tests/api/test_server_handle.py and tests/test_cli.py run it",
     "api/shown.py": "tests/api/test_results.py",
-    "wire/arrays.py": "tests/serving/test_local.py and tests/api/test_client.py",
     "api/local_text.py": "tests/api/test_loaded.py",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
     "backends/finished.py": "values only; tests/suites/backend.py waits for them",

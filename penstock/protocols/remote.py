@@ -8,7 +8,6 @@ to the front's event loop; `begin` is the main function of a front process.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import os
@@ -26,6 +25,7 @@ from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, 
 from penstock.serving.management import ManagementCall
 from penstock.serving.shared_page import SharedPage
 from penstock.serving.slab import Segment
+from penstock.system import garbage
 from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
@@ -116,9 +116,7 @@ class Remote:
 
     async def serve_until_stopped(self, port: int) -> None:
         """Tell the core that this front listens, and wait until it says Stop or has exited."""
-        # Freeze what exists now, so that full collections do not scan it.
-        gc.collect()
-        gc.freeze()
+        garbage.freeze(garbage.SERVING)
         take_part()
         self.send(frames.Listening(frames.VERSION, port))
         await self.stopped.wait()

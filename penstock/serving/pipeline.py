@@ -114,6 +114,7 @@ class Journey:
         inner = Request(self, tensors, request.timings.received, id=request.id, outputs=outputs)
         inner.caller, inner.priority = request.caller, request.priority
         inner.parameters = request.parameters
+        inner.takes_arrays = is_last and request.takes_arrays
         if self.timeout_s is not None:
             left_s = request.timings.queued + self.timeout_s - now
             if left_s <= 0 and not owner.is_delayed(request):
@@ -290,7 +291,7 @@ class StagePipeline:
             self._shares.enter(request, request.caller, level=self._level(request))
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
-        tensors, request.inputs = request.inputs, ()
+        tensors, request.inputs, request.rows = request.inputs, (), None
         journey.submit(tensors, now)
 
     def cancel(self, request: Request) -> None:
@@ -342,7 +343,8 @@ class StagePipeline:
             self._count_failure(request, answer, now)
         else:
             self._metrics.passed(request)
-            answer = Response(self.config.name, self.config.version, answer.outputs)
+            arrays, named = answer.arrays, (self.config.name, self.config.version)
+            answer = Response(*named, answer.outputs, arrays=arrays)
         if self._sequencer is None:
             request.respond(answer)
         else:

@@ -16,7 +16,7 @@ from penstock.serving.context import ModelContext, log_about
 from penstock.serving.metrics import Waits
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.slab import Segment
-from penstock.types import Request, Response
+from penstock.types import Array, Request, Response, from_array
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
@@ -119,15 +119,31 @@ class Replies:
             else:
                 timings.completed = now
                 answered.append(request)
-                own = extents[index] if extents else ()
-                outputs = self._memory.outputs(request, output_spill, own)
-                response = Response(name, version, outputs)
-                fit = request.ticket.fit
-                if fit.has_fixed_outputs:
-                    response.form = fit
-                    response.keeper = self._memory
+                if batch.held is not None:
+                    response = self._held_answer(request, batch.held.answers[index])
+                else:
+                    own = extents[index] if extents else ()
+                    outputs = self._memory.outputs(request, output_spill, own)
+                    response = Response(name, version, outputs)
+                    fit = request.ticket.fit
+                    if fit.has_fixed_outputs:
+                        response.form = fit
+                        response.keeper = self._memory
                 self.finish(request, response)
         return answered
+
+    def _held_answer(self, request: Request, arrays: dict[str, Array]) -> Response:
+        """Return an answer that is not in shared memory. Requests of other sinks may run in the
+        same batch; they get tensors."""
+        response = Response(self._config.name, self._config.version, ())
+        if request.takes_arrays:
+            response.arrays = arrays
+        else:
+            specs = [self._config.outputs[index] for index in request.ticket.fit.selection]
+            response.outputs = [
+                from_array(each.name, each.datatype, arrays[each.name]) for each in specs
+            ]
+        return response
 
     def count(
         self, batch: RunningBatch, answered: Sequence[Request], ended: float, num_rows: int

@@ -161,6 +161,8 @@ class Dispatch(Frame, tag="run"):
     round: int = 0
     # What is left; None: nothing that could be given now.
     more: Want | None = None
+    # Number of a batch with arrays of this process (`serving.held_rows`); 0: it has none.
+    held: int = 0
 
 
 class Decline(Frame, tag="pass"):

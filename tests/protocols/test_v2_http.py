@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import gzip
 import http.client
 import json
@@ -229,6 +230,35 @@ def outputs_of(reply: Reply) -> dict[str, bytes]:
         position += size
     assert position == len(reply.body)
     return outputs
+
+
+async def test_answered_requests_are_freed_without_the_garbage_collector() -> None:
+    """Otherwise it would have five objects of each to free, which costs 4 % of the CPU time."""
+
+    def num_requests() -> int:
+        return sum(type(each) is Request for each in gc.get_objects())
+
+    catalog = Catalog(start_life=ThreadLife)
+    await catalog.load(RepositoryScan(MODELS[:1]))
+    v2, _ = v2_of(catalog)
+    wrong = {"inputs": [tensor("x", "INT32", [1, 1], [1])]}
+    statuses: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_requests()
+        async with own_server(v2) as listening:
+            api = Api(listening.port)
+            for message in [ECHO, wrong] * 10:
+                reply = await asyncio.to_thread(api.infer, "echo", message)
+                statuses.append(reply.status)
+            num_kept = num_requests() - before
+    finally:
+        gc.enable()
+        await v2.close()
+        await catalog.close()
+    # The last ones may still be somewhere.
+    assert statuses == [200, 400] * 10 and num_kept <= 2
 
 
 # Inference.
