@@ -51,6 +51,12 @@ class Elsewhere(Protocol):
         """Show the queue of this level after an arrival, without waiting for `publish`. `due` is
         the request's, if nothing was queued before."""
 
+    def show_oldest(self, came: float) -> None:
+        """Show when the oldest request that is not computed came; 0: there is none."""
+
+    def oldest(self, now: float) -> float | None:
+        """Return that of all other shards; None: there is none."""
+
 
 class NothingElsewhere:
     """For the batcher of a model that is served by one shard."""
@@ -66,6 +72,12 @@ class NothingElsewhere:
 
     def arrived(self, level: int, num_requests: int, size: int, due: float | None) -> None:
         """Nobody reads it."""
+
+    def show_oldest(self, came: float) -> None:
+        """Nobody reads it."""
+
+    def oldest(self, now: float) -> float | None:
+        return None
 
 
 NOTHING_ELSEWHERE = NothingElsewhere()

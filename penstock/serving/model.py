@@ -75,7 +75,7 @@ class Model:
         self.metrics = metrics
         self._clock = clock
         self.memory = memory = RequestMemory(context)
-        self._replies = replies = Replies(context, memory)
+        self._replies = replies = Replies(context, memory, shard.elsewhere)
         self.history = replies.history
         guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard, shard.elsewhere)
@@ -165,9 +165,16 @@ class Model:
                     await self.drain()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
+        if self._replies.order is not None:
+            self._replies.order.close()
         self.readiness.close()
         self.memory.close()
         self._admission.close()
+
+    def tick(self) -> None:
+        """Show other shards again what is here, whatever happened to the page."""
+        if self._replies.order is not None:
+            self._replies.order.tick()
 
     def reserve(self, form: object) -> Reservation | None:
         """Reserve memory for a request of this form that is being received; None: receive it into

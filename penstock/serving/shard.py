@@ -227,6 +227,8 @@ class Shard:
         for part, _ in list(self._parts.values()):
             with contextlib.suppress(OSError):
                 part.tick()
+        for model in self._models.values():
+            model.tick()
 
 
 def _read_model(model: Model | StagePipeline) -> ModelReading:

@@ -3,12 +3,13 @@
 The core creates it; every process of the server maps it. It holds 8-byte floats, and each cell has
 one writer. No cell guards another, so readers need no lock: a value is old or new, never half of
 both. Everything in the page is a hint. Readers bound what they read, and a page of random bits can
-only change what is refused or how batches are divided, never an answer.
+only change what is refused, how batches are divided and when answers leave, never an answer.
 
     header       core          layout: version, shards, models, slots of a model
     shard        the shard     heartbeat, CPU seconds, connections
     model
-      queue      the shard     requests, rows, tokens, work by level; due, head, arrivals
+      queue      the shard     requests, rows, tokens, work by level; due, head, arrivals; when
+                               its oldest request came, if answers have an order
       limits     the shard     for each slot, when its oldest batch is overdue
       held       the shard     requests by API key
       slot       the worker    predicted end of the batch that runs in it (0: idle; infinity: it
@@ -44,6 +45,7 @@ NUM_LEVELS = 4
 # Cells of a queue block.
 REQUESTS, ROWS, TOKENS, WORK = 0, 4, 8, 12
 DUE, HEAD_ROWS, HEAD_TOKENS, ARRIVALS, ARRIVED_AT, TARGET = 16, 17, 18, 19, 20, 21
+OLDEST = 22
 QUEUE_CELLS = 3 * LINE
 NUM_KEYS = 64
 # Cells of a slot block.
@@ -345,6 +347,13 @@ class PageElsewhere:
                 own[DUE] = due
             own[self._size_cells + level] = size
             own[REQUESTS + level] = num_requests
+
+    def show_oldest(self, came: float) -> None:
+        self._own[OLDEST] = came
+
+    def oldest(self, now: float) -> float | None:
+        found = [came for came in self._column(OLDEST) if came and 0 <= now - came <= MAX_WORK_S]
+        return min(found, default=None)
 
     def has_idle(self, slots: range) -> bool:
         """Whether one of these slots, which are a worker's, seems to be idle."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import grpc
 import pytest
 from load import Load
-from served import Served, null_model, num_sockets
+from served import Served, null_model, num_sockets, python_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from waiting import wait_until
 
@@ -310,6 +310,36 @@ def test_an_slo_is_kept_for_all_shards_together(tmp_path: Path, num_shards: int)
             assert num_late >= 160 - 40 - 2 * num_shards
         for client in clients:
             client.close()
+
+
+FIRST_HELD = """
+import pathlib, time
+here = pathlib.Path(__file__).parent
+def infer(inputs):
+    value = int(inputs["x"][0, 0])
+    (here / f"begun-{value}").touch()
+    while value == 0 and (here / "hold").exists():
+        time.sleep(0.005)
+    return {"y": inputs["x"]}
+"""
+
+
+def test_answers_leave_in_the_order_of_the_requests_of_all_shards(tmp_path: Path):
+    batching = "dynamic_batching { preserve_ordering: true } instance_group { count: 2 }"
+    python_model(tmp_path, "m", FIRST_HELD, config=batching + LONG, max_batch=1)
+    folder = tmp_path / "m" / "1"
+    with Served(tmp_path, "--shards", "2") as served:
+        wait_until(lambda: len(served.http_fronts()) == 2)
+        (folder / "hold").touch()
+        first = send(served.port, 0)
+        wait_until((folder / "begun-0").exists)
+        later = []
+        for value in range(1, 9):
+            later.append(send(served.port, value))
+            wait_until((folder / f"begun-{value}").exists)
+        assert not any(is_answered(client) for client in (first, *later))
+        (folder / "hold").unlink()
+        assert [receive(client) for client in (first, *later)] == [(200, n) for n in range(9)]
 
 
 def test_random_bits_on_the_page_change_no_answer(served: Served):
