@@ -51,6 +51,7 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.shards import Shards
+from penstock.serving.shared_page import NUM_KEYS
 from penstock.system import garbage
 from penstock.system.exit_codes import ExitCode
 
@@ -85,8 +86,8 @@ SHARDS_WITH_TEXT = (
     "--shards does not work with language models yet; serve '{name}' from a server with --shards 1"
 )
 SHARDS_WITH_QUOTAS = (
-    "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
-    "--shards 1"
+    "--api-keys {path}: {number} keys have a queue_share below 1; "
+    "with --shards, {limit} are possible"
 )
 
 
@@ -414,10 +415,11 @@ def check_models(found: RepositoryScan, options: ServeOptions) -> None:
 
 
 def check_quotas(keys: Keys, options: ServeOptions) -> None:
-    """Raise ConfigError for shares of queues, which shards cannot keep yet."""
-    if options.shards > 1 and any(each.queue_share is not None for each in keys.quotas.values()):
-        text = SHARDS_WITH_QUOTAS.replace("{number}", str(options.shards))
-        raise ConfigError([text.replace("{path}", options.api_keys)])
+    """Raise ConfigError if more keys have shares of queues than shards can show each other."""
+    number = len(Quotas(keys.quotas).numbers)
+    if options.shards > 1 and number > NUM_KEYS:
+        figures = {"path": options.api_keys, "number": number, "limit": NUM_KEYS}
+        raise ConfigError([SHARDS_WITH_QUOTAS.format(**figures)])
 
 
 def _shard_problems(options: ServeOptions) -> list[str]:

@@ -546,7 +546,8 @@ class Front:
             return
         opening = msgspec.structs.replace(self._spec.opening, port=self.port)
         if self._spec.shard is not None:
-            opening.rates = self._core.management.catalog.quotas.rates
+            quotas = self._core.management.catalog.quotas
+            opening.rates, opening.shares = quotas.rates, quotas.shares
         self._session.open(opening)
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
@@ -569,11 +570,11 @@ class Front:
         """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        rates = self._core.management.catalog.quotas.rates
-        opening = msgspec.structs.replace(self._spec.opening, keys=keys, rates=rates)
+        quotas = self._core.management.catalog.quotas
+        opening = msgspec.structs.replace(self._spec.opening, keys=keys)
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
-            self._session.line.send(frames.SetKeys(keys, rates))
+            self._session.line.send(frames.SetKeys(keys, quotas.rates, quotas.shares))
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:

@@ -135,6 +135,8 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     router.handle = v2.handle
     rates.replace(settings.rates)
     remote.on_rates, remote.on_leased = rates.replace, rates.leased
+    shard.table.set_shares(settings.shares)
+    remote.on_shares = shard.table.set_shares
     remote.on_part, remote.on_question = shard.receive, shard.answer
     remote.count_connections = lambda: sum(each.num_connections for each in servers)
 

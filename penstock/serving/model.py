@@ -59,6 +59,7 @@ class Model:
         shard: ShardSetup = ONLY_SHARD,
     ) -> None:
         quotas, policy = quotas or Quotas(), config.batching
+        num_levels = max(1, policy.num_priorities)
         metrics = metrics or ModelMetrics(config.name, config.version, config.metric_tags)
         context = ModelContext(
             config=config,
@@ -66,13 +67,14 @@ class Model:
             metrics=metrics,
             planner=Planner(config, slab_bytes(config)),
             quotas=quotas,
-            shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
+            shares=QueueShares(quotas, policy.max_pending, num_levels, shard.elsewhere),
             saturation=Saturation(clock()),
             sees_idle=shard.sees_idle,
             num_batches=shard.num_batches,
         )
         self.config = config
         self.metrics = metrics
+        self._shares = context.shares
         self._clock = clock
         self.memory = memory = RequestMemory(context)
         self._replies = replies = Replies(context, memory, shard.elsewhere)
@@ -173,6 +175,7 @@ class Model:
 
     def tick(self) -> None:
         """Show other shards again what is here, whatever happened to the page."""
+        self._shares.show()
         if self._replies.order is not None:
             self._replies.order.tick()
 

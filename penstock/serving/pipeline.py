@@ -195,11 +195,11 @@ class StagePipeline:
         policy = config.batching
         self._quotas = quotas or Quotas()
         num_levels = max(1, policy.num_priorities)
-        self._shares = QueueShares(self._quotas, policy.max_pending, num_levels)
-        # Checks requests before any stage runs; lengths are known only to the stages.
-        self._planner = Planner(replace(config, batching=replace(policy, max_tokens=None)), 0)
         # What is of the pipeline as a whole is shown in the block of its first stage.
         elsewhere = shards[0].elsewhere if shards else NOTHING_ELSEWHERE
+        self._shares = QueueShares(self._quotas, policy.max_pending, num_levels, elsewhere)
+        # Checks requests before any stage runs; lengths are known only to the stages.
+        self._planner = Planner(replace(config, batching=replace(policy, max_tokens=None)), 0)
         self._order = AnswerOrder(clock, elsewhere) if policy.preserve_ordering else None
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
@@ -231,6 +231,7 @@ class StagePipeline:
 
     def tick(self) -> None:
         """Show other shards again what is here, whatever happened to the page."""
+        self._shares.show()
         if self._order is not None:
             self._order.tick()
 

@@ -232,9 +232,11 @@ def num_queued(page: SharedPage) -> float:
 
 
 @contextlib.contextmanager
-def stopped_worker(served: Served, page: SharedPage) -> Iterator[None]:
+def stopped_worker(
+    served: Served, page: SharedPage, headers: dict[str, str] | None = None
+) -> Iterator[None]:
     """Stop the worker while it runs a batch, so that its slot stays busy."""
-    first = send(served.port, 1)
+    first = send(served.port, 1, headers)
     wait_until(lambda: not page.is_idle(0, 0))
     (worker,) = served.workers()
     os.kill(worker.pid, signal.SIGSTOP)
@@ -245,10 +247,12 @@ def stopped_worker(served: Served, page: SharedPage) -> Iterator[None]:
     assert receive(first) == (200, 1)
 
 
-def send(port: int, value: int) -> http.client.HTTPConnection:
+def send(
+    port: int, value: int, headers: dict[str, str] | None = None
+) -> http.client.HTTPConnection:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     tensor = {"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [value]}
-    client.request("POST", "/v2/models/m/infer", json.dumps({"inputs": [tensor]}))
+    client.request("POST", "/v2/models/m/infer", json.dumps({"inputs": [tensor]}), headers or {})
     return client
 
 
@@ -290,6 +294,36 @@ def test_the_size_of_the_queue_is_limited_for_all_shards_together(tmp_path: Path
             (200, value) for value, _ in admitted
         ]
         assert num_queued(page) == 0
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_a_key_fills_its_share_of_the_queues_of_all_shards(tmp_path: Path, num_shards: int):
+    null_model(tmp_path / "models", "m", batching=PATIENT, config=LONG, a_ms=300)
+    key = '[[key]]\nname = "{0}"\nsecret = "sixteen characters {0}"\nscopes = ["infer"]\n'
+    text = key.format("a") + "queue_share = 0.001\n" + key.format("b")
+    (tmp_path / "keys.toml").write_text(text)
+    first, second = ({"X-API-Key": f"sixteen characters {name}"} for name in "ab")
+    flags = ("--shards", str(num_shards), "--api-keys", str(tmp_path / "keys.toml"))
+    with Served(tmp_path / "models", *flags) as served:
+        wait_until(lambda: len(served.http_fronts()) == num_shards)
+        page = open_page(served)
+        with stopped_worker(served, page, second):
+            admitted, refused = [], []
+            for value in range(2, 34):
+                client = send(served.port, value, first)
+                num_before = len(admitted)
+                wait_until(lambda c=client, n=num_before: is_answered(c) or num_queued(page) > n)
+                (refused if is_answered(client) else admitted).append((value, client))
+            # A thousandth of 8192.
+            assert len(admitted) == 8
+            for _, client in refused:
+                status, error = receive(client)
+                assert status == 429 and "its share is 8 of 8192" in error
+            other = send(served.port, 99, second)
+        assert receive(other) == (200, 99)
+        for value, client in admitted:
+            assert receive(client) == (200, value)
+        assert infer(served.port, 3, headers=first) == (200, 3)
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
@@ -374,14 +408,15 @@ def test_random_bits_on_the_page_change_no_answer(served: Served):
     ("flags", "text"),
     [
         (("--fronts", "2"), "exclude each other"),
-        (("--api-keys", "keys.toml"), "queue_share does not work with --shards 2 yet"),
+        (("--api-keys", "keys.toml"), "65 keys have a queue_share below 1; with --shards, 64 are"),
     ],
     ids=["fronts", "quotas"],
 )
 def test_what_shards_cannot_do_yet_is_refused(tmp_path: Path, flags: tuple, text: str):
     null_model(tmp_path / "models", "m")
-    secret = 'secret = "sixteen characters"\nscopes = ["infer"]\nqueue_share = 0.5\n'
-    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\n{secret}')
+    key = '[[key]]\nname = "{0}"\nsecret = "sixteen characters {0}"\nscopes = ["infer"]\n'
+    keys = [key.format(number) + "queue_share = 0.5\n" for number in range(65)]
+    (tmp_path / "keys.toml").write_text("".join(keys))
     command = [sys.executable, "-m", "penstock", "serve", "models", "--shards", "2", *flags]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and text in ended.stderr and "Traceback" not in ended.stderr
