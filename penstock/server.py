@@ -251,6 +251,7 @@ class Server:
             front.drain()
         if self.grpc is not None:
             self.grpc.go_away()
+            self.grpc_service.drain()
         self._stop.set()
 
     async def close(self) -> None:
@@ -289,7 +290,7 @@ class Server:
 
     async def _close_grpc(self) -> None:
         """End streams and watches, which have no end of their own, then the connections."""
-        self.grpc_service.stop()
+        await self.grpc_service.stop()
         if self.grpc is not None:
             await self.grpc.close()
         await self.grpc_service.close()

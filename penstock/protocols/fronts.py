@@ -21,7 +21,14 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
-from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
+from penstock.errors import (
+    SHUTTING_DOWN,
+    BackendFailed,
+    ConfigError,
+    NotReady,
+    Overloaded,
+    PenstockError,
+)
 from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, CrashLoop
@@ -437,7 +444,7 @@ class Session:
             self._catalog.count_request(frame.caller, frame.received, name, version)
             model = self._catalog.find(name, version)
             if self.lifecycle.is_draining:
-                error = NotReady("the server is shutting down")
+                error = NotReady(SHUTTING_DOWN)
                 model.refused(error, frame.received)
                 raise error
             make = LoggedCall if self._core.logs_requests else FrontCall

@@ -130,6 +130,7 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
         lifecycle.drain()
         if grpc is not None:
             grpc.go_away()
+            service.drain()
 
     remote.on_keys, remote.on_drain = use_keys, drain
     router.handle = v2.handle
@@ -156,7 +157,7 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     drain()
     await finish(servers)
     await v2.close()
-    service.stop()
+    await service.stop()
     await asyncio.gather(*(server.close() for server in servers))
     await service.close()
     await shard.close()

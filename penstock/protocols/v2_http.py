@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from penstock.config import HttpLimits
-from penstock.errors import NotReady, PenstockError
+from penstock.errors import SHUTTING_DOWN, NotReady, PenstockError
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.gate import Gate, no_route, short_path
 from penstock.protocols.handler_tasks import HandlerTasks, RouteHandler, make_handlers, with_audit
@@ -118,7 +118,7 @@ class LocalInference:
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
             if self._lifecycle.is_draining:
-                raise NotReady("the server is shutting down")
+                raise NotReady(SHUTTING_DOWN)
             body, received, long = exchange.body, exchange.received, exchange.long
             if long is not None:
                 assert isinstance(long, TensorBody)
