@@ -268,9 +268,12 @@ class Server:
             await self.catalog.close()
         for task in self._watching:
             task.cancel()
-        await asyncio.gather(*(front.close() for front in self._fronts))
+        # Before shards settle: nobody would accept what comes to these.
         for sock in self._reserved:
             sock.close()
+        await asyncio.gather(*(front.close() for front in self._fronts))
+        servers = [self.http] if self.grpc is None else [self.http, self.grpc]
+        await asyncio.gather(*(server.settle() for server in servers))
         await self.v2.close()
         await self._close_grpc()
         await self.http.close()

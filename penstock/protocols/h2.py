@@ -370,6 +370,10 @@ class H2Connection(asyncio.Protocol):
     def is_running(self) -> bool:
         return any(each.unsent or each.receiver.is_busy for each in self._streams.values())
 
+    @property
+    def is_receiving(self) -> bool:
+        return not self._is_closing and not self._has_settings
+
     def go_away(self) -> None:
         """Tell the client to use another connection; open streams are answered."""
         if not self._is_closing and not self._is_going:

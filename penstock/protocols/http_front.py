@@ -188,13 +188,14 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
 
 
 async def finish(servers: Sequence[Listener]) -> None:
-    """Wait for answers that the core has sent but that are not written yet."""
+    """Wait for answers that the core has sent but that are not written yet; accept no more."""
     try:
         async with asyncio.timeout(STOP_GRACE_S):
             while any(server.num_running for server in servers):
                 await asyncio.sleep(0.005)
     except TimeoutError:
         pass
+    await asyncio.gather(*(server.settle() for server in servers))
 
 
 if __name__ == "__main__":
