@@ -151,7 +151,8 @@ class Server:
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
         self.v2 = V2Http(models, options.limits, gate, options.log_requests)
         v2, limits = self.v2, options.limits
-        self.http = HttpServer(v2.handle, limits, v2.screen, self.lifecycle, v2.prepare)
+        handlers = v2.prepare, v2.rejected
+        self.http = HttpServer(v2.handle, limits, v2.screen, self.lifecycle, *handlers)
         self.http_port = options.http_port
         self._metrics = MetricsHttp(gate, self.management)
         self._metrics_http: HttpServer | None = None

@@ -475,6 +475,9 @@ class Connection(asyncio.Protocol):
 
     def _reject(self, refusal: Message | Rejection) -> None:
         """Refuse the message and drop all bytes that follow."""
+        if isinstance(refusal, Rejection):
+            refusal.head = refusal.head or self._reader.head
+            self._server.rejected(refusal, self.since)
         self._is_deaf = True
         self._reader.stop()
         self._enqueue(refusal)

@@ -97,6 +97,9 @@ class Core:
     def count(self, call: InferCall, exchange: Exchange) -> None:
         """Do nothing: every request reaches the core, which counts it."""
 
+    def refused(self, call: InferCall, received: float, error: Refusal) -> None:
+        """Do nothing: the core gets the message too."""
+
     def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
         """Return None: the memory of models is not in this process."""
         return None

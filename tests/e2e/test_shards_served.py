@@ -11,6 +11,7 @@ import random
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -84,6 +85,39 @@ def test_all_shards_answer_and_their_counts_are_those_of_the_clients(served: Ser
     assert sum(sizes.values()) == statistics["execution_count"]
     told = json.loads(served.get("/v2/models/m/explain")[1])
     assert {int(size): count for size, count in told["batch_sizes"].items()} == sizes
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_bodies_that_cannot_be_received_are_failures_of_their_model(
+    tmp_path: Path, num_shards: int
+):
+    """Too large as announced, too large as sent, and not in chunks; not those of strangers."""
+    null_model(tmp_path / "models", "m")
+    secret = "sixteen characters"
+    scopes = 'scopes = ["infer", "metrics"]\n'
+    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\nsecret = "{secret}"\n{scopes}')
+    flags = ("--shards", str(num_shards), "--api-keys", str(tmp_path / "keys.toml"))
+    head = "POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {}\r\n{}\r\n\r\n"
+    chunked = "Transfer-Encoding: chunked"
+    with Served(tmp_path / "models", *flags, "--max-body-bytes", "1000000") as served:
+        for key in (secret, "somebody else's"):
+            for fields, body, status in (
+                ("Content-Length: 1000001", b"", 413),
+                (chunked, b"F4241\r\n" + bytes(1_000_001), 413),
+                (chunked, b"what\r\n", 400),
+            ):
+                address = ("127.0.0.1", served.port)
+                with socket.create_connection(address, timeout=60) as client:
+                    client.sendall(head.format(key, fields).encode() + body)
+                    answer = client.recv(1 << 16)
+                assert key != secret or answer.startswith(b"HTTP/1.1 %d " % status)
+        headers = {"X-API-Key": secret}
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", served.port)) as client:
+            client.request("GET", "/metrics", headers=headers)
+            text = client.getresponse().read().decode()
+        found = dict(re.findall(r'^penstock_rejections{.*reason="(\w+)".*} (\d+)$', text, re.M))
+        assert (found["too_large"], found["invalid"]) == ("2", "1")
+        assert re.search(r'^nv_inference_request_failure{.*reason="OTHER".*} 3$', text, re.M)
 
 
 def test_no_request_is_lost_when_the_worker_dies_under_load(served: Served):
