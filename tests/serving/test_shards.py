@@ -201,6 +201,29 @@ def test_shards_know_why_a_model_could_not_be_loaded():
     run(scenario)
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_load_time_is_that_until_all_workers_are_warm(num_shards: int):
+    """With the time that processes take to start, whoever takes the requests."""
+
+    async def main() -> None:
+        puppets = Puppets()
+        shards = Shards(num_shards) if num_shards > 1 else None
+        catalog = Catalog(puppets, shards=shards)
+        loading = asyncio.ensure_future(catalog.load(RepositoryScan([ECHO], {})))
+        await asyncio.sleep(0.05)
+        assert not loading.done(), "no worker has done anything"
+        while not loading.done():
+            await puppets.step_all()
+        assert catalog.find("echo").metrics.load_s >= 0.05
+        closing = asyncio.ensure_future(catalog.close())
+        while not closing.done():
+            await puppets.step_all()
+        if shards is not None:
+            shards.close()
+
+    asyncio.run(main())
+
+
 def test_answers_leave_in_the_order_of_all_shards():
     """Two workers: what the second has computed waits for what the first has not."""
     policy = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
