@@ -51,6 +51,7 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.shards import Shards
+from penstock.serving.shared_page import NUM_KEYS
 from penstock.system import garbage
 from penstock.system.exit_codes import ExitCode
 
@@ -85,8 +86,8 @@ SHARDS_WITH_TEXT = (
     "--shards does not work with language models yet; serve '{name}' from a server with --shards 1"
 )
 SHARDS_WITH_QUOTAS = (
-    "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
-    "--shards 1"
+    "--api-keys {path}: {number} keys have a queue_share below 1; "
+    "with --shards, {limit} are possible"
 )
 
 
@@ -150,7 +151,8 @@ class Server:
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
         self.v2 = V2Http(models, options.limits, gate, options.log_requests)
         v2, limits = self.v2, options.limits
-        self.http = HttpServer(v2.handle, limits, v2.screen, self.lifecycle, v2.prepare)
+        handlers = v2.prepare, v2.rejected
+        self.http = HttpServer(v2.handle, limits, v2.screen, self.lifecycle, *handlers)
         self.http_port = options.http_port
         self._metrics = MetricsHttp(gate, self.management)
         self._metrics_http: HttpServer | None = None
@@ -250,6 +252,7 @@ class Server:
             front.drain()
         if self.grpc is not None:
             self.grpc.go_away()
+            self.grpc_service.drain()
         self._stop.set()
 
     async def close(self) -> None:
@@ -266,9 +269,12 @@ class Server:
             await self.catalog.close()
         for task in self._watching:
             task.cancel()
-        await asyncio.gather(*(front.close() for front in self._fronts))
+        # Before shards settle: nobody would accept what comes to these.
         for sock in self._reserved:
             sock.close()
+        await asyncio.gather(*(front.close() for front in self._fronts))
+        servers = [self.http] if self.grpc is None else [self.http, self.grpc]
+        await asyncio.gather(*(server.settle() for server in servers))
         await self.v2.close()
         await self._close_grpc()
         await self.http.close()
@@ -288,7 +294,7 @@ class Server:
 
     async def _close_grpc(self) -> None:
         """End streams and watches, which have no end of their own, then the connections."""
-        self.grpc_service.stop()
+        await self.grpc_service.stop()
         if self.grpc is not None:
             await self.grpc.close()
         await self.grpc_service.close()
@@ -414,10 +420,11 @@ def check_models(found: RepositoryScan, options: ServeOptions) -> None:
 
 
 def check_quotas(keys: Keys, options: ServeOptions) -> None:
-    """Raise ConfigError for shares of queues, which shards cannot keep yet."""
-    if options.shards > 1 and any(each.queue_share is not None for each in keys.quotas.values()):
-        text = SHARDS_WITH_QUOTAS.replace("{number}", str(options.shards))
-        raise ConfigError([text.replace("{path}", options.api_keys)])
+    """Raise ConfigError if more keys have shares of queues than shards can show each other."""
+    number = len(Quotas(keys.quotas).numbers)
+    if options.shards > 1 and number > NUM_KEYS:
+        figures = {"path": options.api_keys, "number": number, "limit": NUM_KEYS}
+        raise ConfigError([SHARDS_WITH_QUOTAS.format(**figures)])
 
 
 def _shard_problems(options: ServeOptions) -> list[str]:

@@ -323,7 +323,6 @@ WITHOUT_OWN_TEST = {
     "serving/spares.py": "tests/serving/test_model.py kills workers until there are spares",
     "serving/shard_link.py": "tests/serving/test_worker.py maps the memory of shards",
     "serving/worker_link.py": "tests/serving/test_model.py runs batches through it",
-    "serving/answer_order.py": "tests/serving/test_batcher.py and test_model.py order answers",
     "serving/model_table.py": "tests/serving/test_catalog.py finds models",
     "serving/executor.py": "tests/serving/test_model.py runs batches through it",
     "serving/worker_load.py": "tests/serving/test_model.py and test_warmups.py load through it",

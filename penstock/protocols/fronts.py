@@ -21,7 +21,14 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
-from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, PenstockError
+from penstock.errors import (
+    SHUTTING_DOWN,
+    BackendFailed,
+    ConfigError,
+    NotReady,
+    Overloaded,
+    PenstockError,
+)
 from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, CrashLoop
@@ -437,7 +444,7 @@ class Session:
             self._catalog.count_request(frame.caller, frame.received, name, version)
             model = self._catalog.find(name, version)
             if self.lifecycle.is_draining:
-                error = NotReady("the server is shutting down")
+                error = NotReady(SHUTTING_DOWN)
                 model.refused(error, frame.received)
                 raise error
             make = LoggedCall if self._core.logs_requests else FrontCall
@@ -546,7 +553,8 @@ class Front:
             return
         opening = msgspec.structs.replace(self._spec.opening, port=self.port)
         if self._spec.shard is not None:
-            opening.rates = self._core.management.catalog.quotas.rates
+            quotas = self._core.management.catalog.quotas
+            opening.rates, opening.shares = quotas.rates, quotas.shares
         self._session.open(opening)
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
@@ -569,11 +577,11 @@ class Front:
         """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        rates = self._core.management.catalog.quotas.rates
-        opening = msgspec.structs.replace(self._spec.opening, keys=keys, rates=rates)
+        quotas = self._core.management.catalog.quotas
+        opening = msgspec.structs.replace(self._spec.opening, keys=keys)
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
-            self._session.line.send(frames.SetKeys(keys, rates))
+            self._session.line.send(frames.SetKeys(keys, quotas.rates, quotas.shares))
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:

@@ -97,6 +97,9 @@ class Core:
     def count(self, call: InferCall, exchange: Exchange) -> None:
         """Do nothing: every request reaches the core, which counts it."""
 
+    def refused(self, call: InferCall, received: float, error: Refusal) -> None:
+        """Do nothing: the core gets the message too."""
+
     def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
         """Return None: the memory of models is not in this process."""
         return None
@@ -188,13 +191,14 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
 
 
 async def finish(servers: Sequence[Listener]) -> None:
-    """Wait for answers that the core has sent but that are not written yet."""
+    """Wait for answers that the core has sent but that are not written yet; accept no more."""
     try:
         async with asyncio.timeout(STOP_GRACE_S):
             while any(server.num_running for server in servers):
                 await asyncio.sleep(0.005)
     except TimeoutError:
         pass
+    await asyncio.gather(*(server.settle() for server in servers))
 
 
 if __name__ == "__main__":

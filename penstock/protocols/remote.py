@@ -72,7 +72,8 @@ class Remote:
     is set when the core says so or has exited; `on_drain` is called when it is about to stop;
     `count_connections` provides the number for a Pong; `on_keys` receives changed API keys. In a
     shard, `on_part` receives what the core says about models, with a socket if one came along, and
-    `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`."""
+    `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`,
+    `on_shares` for the shares of queues."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -93,6 +94,7 @@ class Remote:
         self.on_part: Callable[[frames.ToPart, socket.socket | None], None] | None = None
         self.on_question: Callable[[frames.ShardQuestion], Awaitable[bytes]] | None = None
         self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
+        self.on_shares: Callable[[Mapping[bytes, float]], None] = lambda shares: None
         self.on_leased: Callable[[frames.Leased], None] = lambda leased: None
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
@@ -230,6 +232,7 @@ class Remote:
             case frames.SetKeys():
                 self.on_keys(_keys(frame.keys))
                 self.on_rates(frame.rates)
+                self.on_shares(frame.shares)
             case frames.Stop():
                 self.stopped.set()
             case frames.OpenFront():

@@ -67,6 +67,7 @@ class ShardRouter:
         self._table, self._gate, self._rates = table, gate, rates
         self._local = local = LocalInference(table, lifecycle, logs_requests, *handlers, gate)
         self.refuse, self.infer, self.prepare = local.refuse, local.infer, local.prepare
+        self.refused = local.refused
         # Messages that have waited for a token and may go on, or why not.
         self._decided: dict[Exchange, QuotaExceeded | None] = {}
         self.handle: Callable[[Exchange], None] = lambda exchange: None
@@ -114,7 +115,7 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     shard, rates = Shard(remote.send, remote.page, settings.shard), LeasedRates(remote.send)
     router = ShardRouter(remote, shard.table, lifecycle, gate, rates, logs_requests)
     v2 = V2Http(router, limits, gate, logs_requests)
-    http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare)
+    http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare, v2.rejected)
     infer = InferRpcs(shard.table, lifecycle, gate, logs_requests, rates.take)
     service = GrpcService(infer, remote.manage, gate)
     grpc = None
@@ -130,11 +131,14 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
         lifecycle.drain()
         if grpc is not None:
             grpc.go_away()
+            service.drain()
 
     remote.on_keys, remote.on_drain = use_keys, drain
     router.handle = v2.handle
     rates.replace(settings.rates)
     remote.on_rates, remote.on_leased = rates.replace, rates.leased
+    shard.table.set_shares(settings.shares)
+    remote.on_shares = shard.table.set_shares
     remote.on_part, remote.on_question = shard.receive, shard.answer
     remote.count_connections = lambda: sum(each.num_connections for each in servers)
 
@@ -154,7 +158,7 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     drain()
     await finish(servers)
     await v2.close()
-    service.stop()
+    await service.stop()
     await asyncio.gather(*(server.close() for server in servers))
     await service.close()
     await shard.close()

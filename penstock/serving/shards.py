@@ -110,9 +110,7 @@ class ShardedModel:
     `refresh`."""
 
     def __init__(self, config: ModelConfig, shards: Shards, start_life: StartLife) -> None:
-        """ConfigError if the model cannot be served by several shards."""
-        if config.batching.preserve_ordering:
-            raise ConfigError(["preserve_ordering does not work with --shards yet; use --shards 1"])
+        """ConfigError if the page has no room for the model."""
         self.config = config
         self.number = next(shards.numbers)
         self._shards = shards

@@ -296,8 +296,9 @@ class OpenFront(Frame, tag="open"):
     # Number of a shard; None: a front, which has no models. A third descriptor is its listener, a
     # fourth the shared page.
     shard: int | None = None
-    # For a shard: requests per second of the API keys that have a limit.
+    # For a shard: requests per second of the API keys that have a limit, and shares of queues.
     rates: dict[bytes, float] = {}
+    shares: dict[bytes, float] = {}
     # For a shard that answers gRPC; a fourth descriptor is the listener for it.
     grpc: GrpcConfig | None = None
 
@@ -307,6 +308,7 @@ class SetKeys(Frame, tag="keys"):
 
     keys: dict[bytes, tuple[str, ...]]
     rates: dict[bytes, float] = {}
+    shares: dict[bytes, float] = {}
 
 
 class Listening(Frame, tag="lis"):

@@ -171,7 +171,8 @@ async def run_until(
 @contextlib.asynccontextmanager
 async def own_server(v2: V2Http) -> AsyncIterator[SimpleNamespace]:
     """The core's own listener."""
-    server = HttpServer(v2.handle, HttpLimits(), prepare=v2.prepare)
+    handlers = {"prepare": v2.prepare, "rejected": v2.rejected}
+    server = HttpServer(v2.handle, HttpLimits(), **handlers)
     yield SimpleNamespace(port=await server.start("127.0.0.1", 0))
     await server.close()
 
@@ -884,6 +885,32 @@ def test_metrics_count_requests_rows_batches_and_failures(api: Api) -> None:
     assert grown("penstock_rejections", "invalid") == 2
     assert grown("nv_inference_request_failure", "BACKEND") == 0
     assert after["nv_inference_pending_request_count", "pair", "1"] == 0
+
+
+HEADER_BYTES = "Inference-Header-Content-Length"
+LIMITS = HttpLimits()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "reason", "size"),
+    [
+        ({"Content-Encoding": "br"}, 415, "unsupported", 9),
+        ({"Content-Encoding": "gzip"}, 400, "invalid", 9),
+        ({HEADER_BYTES: "abc"}, 400, "invalid", 9),
+        ({HEADER_BYTES: "10"}, 400, "invalid", 9),
+        ({}, 413, "too_large", LIMITS.max_json_bytes + 1),
+    ],
+)
+def test_requests_that_are_refused_before_they_are_decoded_are_failures_of_their_model(
+    api: Api, headers: dict[str, str], status: int, reason: str, size: int
+) -> None:
+    before = samples(api)
+    for path in ("/v2/models/pair/infer", "/v2/models/stranger/infer"):
+        assert api.ask("POST", path, b"x" * size, headers).status == status
+    after = samples(api)
+    for key in ("nv_inference_request_failure", "OTHER"), ("penstock_rejections", reason):
+        key = (key[0], "pair", "1", key[1])
+        assert after[key] - before[key] == 1
 
 
 def test_metrics_have_tritons_names(api: Api) -> None:
