@@ -2,12 +2,17 @@
 
     python benchmarks/large_bodies.py                    about two minutes
     python benchmarks/large_bodies.py --beside FOLDER    in turns with another checkout
+    python benchmarks/large_bodies.py --shared-memory    bodies in turns with shared memory
     python benchmarks/large_bodies.py --quick            one round of one second
 
 Images (FP32 [3, 224, 224], 602 kB each way) as binary tensors over HTTP/1.1, 16 connections, a
 model that computes nothing (`null`); and FP32 [16] with 64 connections, which must not get slower.
 CPU time of the core process while the load runs, by the kernel's counters. Each answer's last bytes
 are compared with those that were sent.
+
+With --shared-memory, the same images in bodies, in a file of /dev/shm (as Triton's client has them)
+and in a sealed memfd (as `penstock.Client` does), in turns. The worker copies those, so the CPU
+time of all processes of the server counts. Writing to shared memory is the client's time anyway.
 
 Goal, set before measuring: images cost at most 180 CPU-us per MB each way, of which one copy in
 and one copy out are the kernel's. Before bodies were received into shared memory: 390 to 447.
@@ -18,7 +23,10 @@ and one copy out are the kernel's. Before bodies were received into shared memor
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
+import mmap
 import os
 import socket
 import statistics
@@ -26,8 +34,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from overhead.process import Launch, cpu_seconds, free_port, running
@@ -50,6 +59,8 @@ class Point:
     name: str
     dims: tuple[int, ...]
     connections: int
+    # Where tensors are: in the body, in a "file" of shared memory, or in a "memfd".
+    memory: str = ""
 
     @property
     def num_values(self) -> int:
@@ -58,8 +69,13 @@ class Point:
             count *= size
         return count
 
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.num_values
+
 
 IMAGES = Point("images", (3, 224, 224), 16)
+SHARED = [replace(IMAGES, name=f"images, {kind}", memory=kind) for kind in ("file", "memfd")]
 SMALL = Point("small", (16,), 64)
 
 
@@ -78,6 +94,11 @@ class Cost:
         """Of the core, for each of the two ways."""
         return self.core_us / (2 * self.mb)
 
+    @property
+    def all_us_per_mb(self) -> float:
+        """Of the core and its workers."""
+        return (self.core_us + self.workers_us) / (2 * self.mb)
+
 
 def measure(point: Point, seconds: float, tree: Path = ROOT) -> Cost:
     """Start the server of a checkout, load it, and return what a request cost."""
@@ -89,6 +110,7 @@ def measure(point: Point, seconds: float, tree: Path = ROOT) -> Cost:
         port = free_port()
         command = [sys.executable, "-m", "penstock", "serve", str(repository)]
         command += [f"--http-port={port}", "--no-grpc", "--no-metrics", "--log-level=WARNING"]
+        command += ["--shared-memory"] if point.memory else []
         environment = {"PYTHONPATH": str(tree)}
         launch = Launch(command, port, ["/v2/health/ready"], environment, tree)
         with running(launch, Path(folder) / "log") as process:
@@ -106,17 +128,29 @@ def measure(point: Point, seconds: float, tree: Path = ROOT) -> Cost:
 
 def run_load(point: Point, port: int, seconds: float) -> tuple[int, float]:
     """Ask from one thread per connection; return the number of answers, and the time it took."""
+    if not point.memory:
+        return _run(point, seconds, lambda number, ends_at: _ask(point, port, ends_at))
+    with shared_memory(point, port) as memory:
+        return _run(
+            point,
+            seconds,
+            lambda number, ends_at: _ask_by_memory(point, port, ends_at, memory, number),
+        )
+
+
+def _run(point: Point, seconds: float, ask_until: Callable[[int, float], int]) -> tuple[int, float]:
     ends_at = time.monotonic() + seconds
     counts: list[int] = []
     failures: list[BaseException] = []
 
-    def ask() -> None:
+    def ask(number: int) -> None:
         try:
-            counts.append(_ask(point, port, ends_at))
+            counts.append(ask_until(number, ends_at))
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(point.connections)]
+    numbers = range(point.connections)
+    threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
     began = time.monotonic()
     for thread in threads:
         thread.start()
@@ -138,6 +172,62 @@ def _ask(point: Point, port: int, ends_at: float) -> int:
             sock.sendall(message)
             size = _receive(sock, buffer)
             if buffer[size - 64 : size] != data[-64:]:
+                raise ValueError("an answer has the bytes of another request")
+            count += 1
+    return count
+
+
+@contextlib.contextmanager
+def shared_memory(point: Point, port: int) -> Iterator[memoryview]:
+    """Registered memory with room for an image in and an image out of each connection."""
+    num_bytes, token = 2 * point.num_bytes * point.connections, os.urandom(16).hex()
+    path = Path("/dev/shm") / f"penstock-{token}"
+    if point.memory == "memfd":
+        fd = os.memfd_create(path.name, os.MFD_ALLOW_SEALING)
+        key = f"memfd:{os.getpid()}:{fd}:{token}"
+    else:
+        fd, key = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), f"/{path.name}"
+    try:
+        os.ftruncate(fd, num_bytes)
+        if point.memory == "memfd":
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        place = {"key": key, "offset": 0, "byte_size": num_bytes}
+        _post(port, "/v2/systemsharedmemory/region/images/register", place)
+        yield memoryview(mmap.mmap(fd, num_bytes))
+        _post(port, "/v2/systemsharedmemory/region/images/unregister", {})
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+
+
+def _post(port: int, path: str, body: object) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60):
+        pass
+
+
+def _ask_by_memory(point: Point, port: int, ends_at: float, memory: memoryview, number: int) -> int:
+    """Like `_ask`, with the tensors at the places of this connection in shared memory."""
+    start, num_bytes = 2 * number * point.num_bytes, point.num_bytes
+    middle, end = start + num_bytes, start + 2 * num_bytes
+    memory[start:middle] = os.urandom(num_bytes)
+    where = {"shared_memory_region": "images", "shared_memory_byte_size": num_bytes}
+    tensor = {
+        "name": "x",
+        "datatype": "FP32",
+        "shape": [1, *point.dims],
+        "parameters": {**where, "shared_memory_offset": start},
+    }
+    answer = {"name": "y", "parameters": {**where, "shared_memory_offset": middle}}
+    message = _message(json.dumps({"inputs": [tensor], "outputs": [answer]}).encode())
+    buffer, count = bytearray(65536), 0
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while time.monotonic() < ends_at:
+            memory[end - 64 : end] = bytes(64)
+            sock.sendall(message)
+            _receive(sock, buffer)
+            if memory[end - 64 : end] != memory[middle - 64 : middle]:
                 raise ValueError("an answer has the bytes of another request")
             count += 1
     return count
@@ -171,7 +261,10 @@ def request(point: Point, data: bytes) -> bytes:
         "parameters": {"binary_data_size": len(data)},
     }
     asked = {"inputs": [tensor], "parameters": {"binary_data_output": True}}
-    head = json.dumps(asked).encode()
+    return _message(json.dumps(asked).encode(), data)
+
+
+def _message(head: bytes, data: bytes = b"") -> bytes:
     lines = (
         "POST /v2/models/model/infer HTTP/1.1",
         "Host: 127.0.0.1",
@@ -190,25 +283,28 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="medians are reported (3)")
     parser.add_argument("--quick", action="store_true", help="1 second, 1 round")
     parser.add_argument("--beside", type=Path, help="another checkout, measured in turns")
+    parser.add_argument("--shared-memory", action="store_true", help="and images in shared memory")
     args = parser.parse_args()
     if args.quick:
         args.seconds, args.rounds = 1.0, 1
     trees = [ROOT] if args.beside is None else [args.beside.resolve(), ROOT]
+    turns = [(point, tree) for point in (IMAGES, SMALL) for tree in trees]
+    if args.shared_memory:
+        turns = [(point, ROOT) for point in (IMAGES, *SHARED)]
     found: dict[tuple[Point, Path], list[Cost]] = {}
     for _ in range(args.rounds):
-        for point in (IMAGES, SMALL):
-            for tree in trees:
-                found.setdefault((point, tree), []).append(measure(point, args.seconds, tree))
+        for point, tree in turns:
+            found.setdefault((point, tree), []).append(measure(point, args.seconds, tree))
     print_costs(found)
     return 0
 
 
 def print_costs(found: dict[tuple[Point, Path], list[Cost]]) -> None:
     names = ("", "checkout", "requests/s", "core CPU-us", "range", "us per MB each way", "workers")
-    table = Table(*names)
+    table = Table(*names, "us per MB, with workers")
     for (point, tree), costs in found.items():
         core = [cost.core_us for cost in costs]
-        is_large = point is IMAGES
+        is_large = point is not SMALL
         table.add_row(
             point.name,
             "this" if tree == ROOT else tree.name,
@@ -217,6 +313,7 @@ def print_costs(found: dict[tuple[Point, Path], list[Cost]]) -> None:
             f"{min(core):.1f} to {max(core):.1f}",
             f"{_median([cost.us_per_mb for cost in costs]):.0f}" if is_large else "",
             f"{_median([cost.workers_us for cost in costs]):.1f}",
+            f"{_median([cost.all_us_per_mb for cost in costs]):.0f}" if is_large else "",
         )
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)

@@ -142,6 +142,7 @@ class Server:
             tells_reasons=gate.keys is None,
             fronts=lambda: [front.use() for front in self._fronts],
         )
+        self.catalog.regions.is_allowed = options.shared_memory
         if options.log_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = options.log_requests
@@ -279,6 +280,7 @@ class Server:
         await self._close_grpc()
         await self.http.close()
         await self.catalog.close()
+        self.management.regions.close()
         if self._shards is not None:
             self._shards.close()
         await self._metrics.close()
@@ -372,7 +374,8 @@ class Server:
         settings = (options.limits, self._gate, options.log_requests, options.tls)
         for number, listeners in enumerate(zip(*ports, strict=True)):
             front = http_spec(number, (options.host, self.http_port), *settings)
-            spec = shard_spec(front, number, listeners, options.grpc_config)
+            grpc, shared_memory = options.grpc_config, options.shared_memory
+            spec = shard_spec(front, number, listeners, grpc, shared_memory)
             self._fronts.append(Front(self._core, spec))
 
     def _share_port(self, port: int, what: str) -> list[socket.socket]:

@@ -27,6 +27,9 @@ log = logging.getLogger("penstock")
 Buffer = bytes | bytearray | memoryview
 Parameter = bool | int | float | str
 Array = npt.NDArray[Any]
+# Parameters of a tensor in a client's shared memory, as Triton names them.
+REGION, REGION_BYTES = "shared_memory_region", "shared_memory_byte_size"
+REGION_OFFSET = "shared_memory_offset"
 LEVEL_UNSET = 0
 
 
@@ -85,14 +88,29 @@ class TensorSpec:
         return num_elements(shape) * itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class RegionPlace:
+    """Where a tensor lies in shared memory that a client has registered as `region`."""
+
+    region: str
+    offset: int
+    nbytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Tensor:
-    """A named buffer with a shape. `data` may be a view that is only valid during a call."""
+    """A named buffer with a shape. `data` may be a view that is only valid during a call; it is
+    empty for a tensor that has a `place` in a client's memory."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     data: Buffer
+    place: RegionPlace | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) if self.place is None else self.place.nbytes
 
     def __repr__(self) -> str:
         return f"<Tensor {self.name} {self.datatype} {list(self.shape)}>"
@@ -149,6 +167,15 @@ class RequestedOutput(msgspec.Struct, frozen=True):
     name: str
     parameters: dict[str, Parameter] = {}
 
+    @property
+    def place(self) -> RegionPlace | None:
+        """Where the client wants it in its shared memory; None: in the answer."""
+        region = self.parameters.get(REGION)
+        if region is None:
+            return None
+        offset, nbytes = self.parameters.get(REGION_OFFSET, 0), self.parameters[REGION_BYTES]
+        return RegionPlace(str(region), int(offset), int(nbytes))
+
 
 class OutputKeeper(Protocol):
     """Owns the memory of answers."""
@@ -191,7 +218,7 @@ class Request:
     __slots__ = (
         "caller", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
         "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "rows", "sink",
-        "takes_arrays", "ticket", "timeout_s", "timings", "turn",
+        "takes_arrays", "ticket", "timeout_s", "timings", "turn", "uses_regions",
     )  # fmt: skip
     # Set by the model that admits the request.
     ticket: Ticket
@@ -233,6 +260,8 @@ class Request:
         # Index of the instance whose worker crashed while it ran this request among others.
         self.lost_with: int | None = None
         self.turn = 0
+        # Whether an input or output has a place in a client's shared memory.
+        self.uses_regions = False
 
     def respond(self, answer: Response | PenstockError, final: bool = True) -> bool:
         """Deliver an answer, unless the request has ended. Return whether it was delivered."""

@@ -7,7 +7,7 @@ from penstock.protocols.route_table import MISSING, ROUTES, RPC_ROUTES
 from penstock.repository import pbtxt
 
 TEXT = (Path(__file__).parents[1] / "docs" / "protocols.md").read_text()
-RPC_ROWS = re.findall(r"^\| (`[^|]+`) \| (open|infer|admin) \| (.+) \|$", TEXT, re.M)
+RPC_ROWS = re.findall(r"^\| (`[^|]+`) \| (open|infer|shared_memory|admin) \| (.+) \|$", TEXT, re.M)
 ROWS = re.findall(r"^\| (GET|POST|GET, POST) \| `(/[^`]*)` \| (\w+) \| (.+) \|$", TEXT, re.M)
 
 

@@ -20,7 +20,7 @@ def test_public_names_are_these_and_no_others() -> None:
 
 # A parameter that goes or gets another name breaks callers: say so in CHANGELOG.md.
 PARAMETERS = {
-    "Client": ["url", "model", "api_key", "timeout_s", "ca_file"],
+    "Client": ["url", "model", "api_key", "timeout_s", "ca_file", "shared_memory"],
     "Tensor": ["datatype", "shape"],
     "bench": ["model", "progress", "options"],
     "explain": ["model", "url", "version", "api_key"],

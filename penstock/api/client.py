@@ -3,11 +3,13 @@ over HTTP or gRPC. Thread-safe; connections are kept open."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.api.client_memory import SharedCalls
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata, parse_endpoint
 from penstock.errors import InvalidRequest, NotFound, PenstockError, Unsupported
-from penstock.types import Array
+from penstock.types import Array, Tensor
 from penstock.wire.arrays import to_tensors
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ class Client:
 
     `url` is http://host:port or grpc://host:port, and may name a model, as in
     http://host:port/v2/models/NAME or grpc://host:port/NAME. `model` is the default for all calls;
-    without one, the only model of the server is used."""
+    without one, the only model of the server is used. Large tensors go through shared memory if the
+    server is on this machine and allows it, unless `shared_memory` is False."""
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class Client:
         api_key: str = "",
         timeout_s: float = 60.0,
         ca_file: str = "",
+        shared_memory: bool = True,
     ) -> None:
         endpoint = parse_endpoint(url)
         self.url = endpoint.url
@@ -39,6 +43,7 @@ class Client:
         self._metadata: dict[tuple[str, str], ModelMetadata] = {}
         access = Access(api_key, timeout_s, ca_file)
         self._opened: HttpCalls | GrpcCalls | None = _open(endpoint, access)
+        self._shared = SharedCalls(self._opened, endpoint) if shared_memory else None
 
     def __enter__(self) -> Client:
         return self
@@ -78,11 +83,20 @@ class Client:
         if known is None:
             known = self._metadata[name, version] = self._calls.metadata(name, version)
         try:
-            found = self._calls.infer(name, version, to_tensors(inputs, known.inputs, name))
+            return self._infer(name, version, to_tensors(inputs, known.inputs, name))
         except InvalidRequest:
             # The model may have been replaced by one with other inputs.
             self._metadata.pop((name, version), None)
             raise
+
+    def _infer(self, name: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
+        calls, shared = self._calls, self._shared
+        found = None if shared is None else shared.infer(name, version, tensors)
+        if found is not None:
+            return found
+        found = calls.infer(name, version, tensors)
+        if shared is not None:
+            shared.learn(name, version, tensors, found)
         # The answer belongs to the caller, who may write to it.
         return {name: array.copy() for name, array in found.items()}
 
@@ -95,6 +109,8 @@ class Client:
     def close(self) -> None:
         """Close the connections. Later calls raise InvalidRequest."""
         if self._opened is not None:
+            if self._shared is not None:
+                self._shared.close()
             self._opened.close()
             self._opened = None
 

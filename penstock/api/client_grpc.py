@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2
 from penstock import errors
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata
 from penstock.errors import PenstockError
-from penstock.types import Array, Tensor, TensorSpec
+from penstock.types import Array, RequestedOutput, Tensor, TensorSpec
 from penstock.wire import v2_pb
 from penstock.wire.statuses import STATUSES
 
@@ -57,9 +57,26 @@ class GrpcCalls:
         inputs, outputs = (tuple(map(_spec, each)) for each in (found.inputs, found.outputs))
         return ModelMetadata(found.name, tuple(found.versions), found.platform, inputs, outputs)
 
-    def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
-        message = v2_pb.make_infer(model, version, tensors)
-        return v2_pb.read_answer(self._send("ModelInfer", message))
+    def extensions(self) -> Sequence[str]:
+        return list(self._ask("ServerMetadata").extensions)
+
+    def register(self, name: str, key: str, nbytes: int) -> None:
+        self._ask("SystemSharedMemoryRegister", name=name, key=key, byte_size=nbytes)
+
+    def unregister(self, name: str) -> None:
+        self._ask("SystemSharedMemoryUnregister", name=name)
+
+    def infer(
+        self,
+        model: str,
+        version: str,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[RequestedOutput] = (),
+        places: Mapping[str, memoryview] | None = None,
+    ) -> dict[str, Array]:
+        """As `HttpCalls.infer`."""
+        message = v2_pb.make_infer(model, version, tensors, outputs)
+        return v2_pb.read_answer(self._send("ModelInfer", message), places)
 
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
         text = "text is generated over HTTP; use an http:// URL"

@@ -15,7 +15,7 @@ import msgspec
 from penstock import errors
 from penstock.api.endpoint import Access, Endpoint, ModelMetadata
 from penstock.errors import PenstockError
-from penstock.types import Array, Tensor
+from penstock.types import Array, RequestedOutput, Tensor
 from penstock.wire import v2_client
 from penstock.wire.statuses import STATUSES
 
@@ -27,10 +27,15 @@ ERRORS: Mapping[int, type[PenstockError]] = {
 }
 NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
 MAX_KEPT = 32
+SHARED_MEMORY = "/v2/systemsharedmemory/region"
 
 
 class _Indexed(msgspec.Struct):
     name: str
+
+
+class _ServerMetadata(msgspec.Struct):
+    extensions: list[str] = []
 
 
 class _Generated(msgspec.Struct):
@@ -40,6 +45,7 @@ class _Generated(msgspec.Struct):
 # Made when this is imported: msgspec crashes when several threads are the first to use a type.
 _METADATA = msgspec.json.Decoder(ModelMetadata)
 _INDEX = msgspec.json.Decoder(list[_Indexed])
+_SERVER = msgspec.json.Decoder(_ServerMetadata)
 _GENERATED = msgspec.json.Decoder(_Generated)
 Decoded = TypeVar("Decoded")
 
@@ -72,14 +78,33 @@ class HttpCalls:
     def metadata(self, model: str, version: str) -> ModelMetadata:
         return _decode(self._ask("GET", model_path(model, version)), _METADATA)
 
-    def infer(self, model: str, version: str, tensors: Sequence[Tensor]) -> dict[str, Array]:
-        head_length, body = v2_client.encode_infer(tensors)
+    def extensions(self) -> Sequence[str]:
+        return _decode(self._ask("GET", "/v2"), _SERVER).extensions
+
+    def register(self, name: str, key: str, nbytes: int) -> None:
+        body = msgspec.json.encode({"key": key, "offset": 0, "byte_size": nbytes})
+        self._ask("POST", f"{SHARED_MEMORY}/{quote(name, safe='')}/register", body)
+
+    def unregister(self, name: str) -> None:
+        self._ask("POST", f"{SHARED_MEMORY}/{quote(name, safe='')}/unregister")
+
+    def infer(
+        self,
+        model: str,
+        version: str,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[RequestedOutput] = (),
+        places: Mapping[str, memoryview] | None = None,
+    ) -> dict[str, Array]:
+        """Return all outputs, or only those named; the memory of those that are not in the answer
+        is at `places`."""
+        head_length, body = v2_client.encode_infer(tensors, outputs)
         headers, path = {v2_client.HEAD_LENGTH: str(head_length)}, model_path(model, version)
         status, answered, answer = self._send("POST", f"{path}/infer", body, headers)
         if status != 200:
             raise self._error(status, answer)
         length = answered.get(v2_client.HEAD_LENGTH.lower(), str(len(answer)))
-        return v2_client.decode_answer(int(length), answer)
+        return v2_client.decode_answer(int(length), answer, places)
 
     def generate(self, model: str, version: str, fields: dict[str, object]) -> str:
         body = msgspec.json.encode(fields)

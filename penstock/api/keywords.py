@@ -34,6 +34,7 @@ class ServeKeywords(TypedDict, total=False):
     tls_key: PathText
     tls_client_ca: PathText
     allow_host: Sequence[str]
+    shared_memory: bool
     max_body_bytes: int
     max_json_bytes: int
     grpc_max_message_bytes: int

@@ -101,7 +101,8 @@ class ServeOptions:
     )
     api_keys: str = security_flag(
         "TOML file of API keys and their scopes",
-        "Give it when other machines can reach the server. Scopes: infer, metrics, admin.",
+        "Give it when other machines can reach the server. Scopes: infer, metrics, shared_memory, "
+        "admin.",
         **text("FILE", "no keys"),
     )
     insecure: bool = security_flag(
@@ -131,6 +132,12 @@ class ServeOptions:
         "Needed behind a proxy that passes the client's Host header on. Repeatable.",
         value=(),
         metavar="NAME",
+    )
+    shared_memory: bool = security_flag(
+        "Let clients on this machine share memory with it",
+        "Switch it on when clients send large tensors from the same machine: they register memory "
+        "of the server's user, and tensors in it are not sent. Needs the scope shared_memory.",
+        value=False,
     )
     max_body_bytes: int = limit_flag(
         "Largest HTTP request body, after decompression",

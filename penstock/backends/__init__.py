@@ -192,8 +192,13 @@ class Runner:
         """Register (pin) memory that will hold batches until it is unpinned, if the runner's
         device copies from such memory."""
 
+    def pin_foreign(self, memory: memoryview) -> bool:
+        """Pin memory of another process, which may make it unreadable for the CPU at any time.
+        True: batches may have pieces in it, and only the device reads those."""
+        return False
+
     def unpin(self, memory: memoryview) -> None:
-        """Undo `pin`, before the memory goes away. No batch uses it any more."""
+        """Undo `pin` or `pin_foreign`, before the memory goes away. No batch uses it any more."""
 
     def rehearsals(self, batch: Batch) -> Iterable[Batch]:
         """Return the batches to warm up with, the slowest one last; `batch` is zeros of a shape."""

@@ -242,6 +242,9 @@ class OnnxCudaRunner(Runner):
     def pin(self, memory: memoryview) -> None:
         self.pipeline.pin(memory)
 
+    def pin_foreign(self, memory: memoryview) -> bool:
+        return self.pipeline.pin_foreign(memory)
+
     def unpin(self, memory: memoryview) -> None:
         self.pipeline.unpin(memory)
 

@@ -304,6 +304,12 @@ class TorchRunner(Runner):
         if self.pipeline is not None:
             self.pipeline.pin(memory)
 
+    def pin_foreign(self, memory: memoryview) -> bool:
+        # The CPU reads masks, for the lengths of sequences, and inputs that are fixed.
+        if self.pipeline is None or self._packing is not None or self._loaded.fixed:
+            return False
+        return self.pipeline.pin_foreign(memory)
+
     def unpin(self, memory: memoryview) -> None:
         if self.pipeline is not None:
             self.pipeline.unpin(memory)

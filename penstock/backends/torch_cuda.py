@@ -179,12 +179,16 @@ class PinnedRanges:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
+        # Starts of memory that the CPU must not read.
+        self._foreign: set[int] = set()
 
-    def add(self, memory: memoryview) -> None:
+    def add(self, memory: memoryview, *, is_foreign: bool = False) -> None:
         start = address_of(memory)
         index = bisect_right(self._starts, start)
         self._starts.insert(index, start)
         self._ends.insert(index, start + memory.nbytes)
+        if is_foreign:
+            self._foreign.add(start)
 
     def remove(self, memory: memoryview) -> bool:
         """Forget the memory; return whether it was pinned."""
@@ -193,12 +197,24 @@ class PinnedRanges:
             return False
         index = self._starts.index(start)
         del self._starts[index], self._ends[index]
+        self._foreign.discard(start)
         return True
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        return self._find(tensor) is not None
+
+    def is_foreign(self, piece: Tensors) -> bool:
+        """Whether the CPU must not read any tensor of the piece."""
+        return bool(self._foreign) and any(
+            self._find(each) in self._foreign for each in piece.values()
+        )
+
+    def _find(self, tensor: torch.Tensor) -> int | None:
+        """Return the start of the pinned memory that a tensor lies in."""
         start = tensor.data_ptr()
         index = bisect_right(self._starts, start) - 1
-        return index >= 0 and start + tensor.nbytes <= self._ends[index]
+        is_inside = index >= 0 and start + tensor.nbytes <= self._ends[index]
+        return self._starts[index] if is_inside else None
 
 
 class Arena:
@@ -414,6 +430,13 @@ class Pipeline:
         if self._is_pinned:
             self._pinned_ranges.add(memory)
 
+    def pin_foreign(self, memory: memoryview) -> bool:
+        """Pin memory that only the device may read; False if that is refused."""
+        is_pinned = self.device.pin(memory)
+        if is_pinned:
+            self._pinned_ranges.add(memory, is_foreign=True)
+        return is_pinned
+
     def unpin(self, memory: memoryview) -> None:
         if self._pinned_ranges.remove(memory):
             self.device.unpin(memory)
@@ -460,16 +483,38 @@ class Pipeline:
     def _pinned(
         self, slot: Slot, pieces: Sequence[Tensors], num_rows: int | None
     ) -> Sequence[Tensors]:
-        """Return the pieces if they are pinned, and not many small ones; else a copy of all in the
-        slot's pinned memory."""
+        """Return the pieces if they are pinned, and not many small ones; else copies in the slot's
+        pinned memory, except of those that the CPU must not read."""
         holds = self._pinned_ranges.holds
         is_worth = len(pieces) == 1 or _nbytes(pieces) >= MIN_PIECE_BYTES * len(pieces)
         if is_worth and all(holds(each) for piece in pieces for each in piece.values()):
             return pieces
         staged = slot.staged.take(_forms(pieces[0], num_rows))
-        for target, source in _targets(staged, pieces):
-            target.copy_(source)
-        return (staged,)
+        is_foreign = [self._pinned_ranges.is_foreign(piece) for piece in pieces]
+        if not any(is_foreign):
+            for target, source in _targets(staged, pieces):
+                target.copy_(source)
+            return (staged,)
+        if num_rows is None:
+            return (self._staged_beside(staged, pieces[0]),)
+        found: list[Tensors] = []
+        row = 0
+        for piece in pieces:
+            end = row + len(next(iter(piece.values())))
+            rows = {name: each[row:end] for name, each in staged.items()}
+            found.append(self._staged_beside(rows, piece))
+            row = end
+        return found
+
+    def _staged_beside(self, staged: Tensors, piece: Tensors) -> Tensors:
+        """Copy the tensors of a piece to pinned memory, except those that are pinned already."""
+        found = {}
+        for name, each in piece.items():
+            found[name] = each
+            if not self._pinned_ranges.holds(each):
+                found[name] = staged[name]
+                staged[name].copy_(each)
+        return found
 
     def _run(self, inputs: Tensors, variant: int, stream: int) -> Tensors:
         if not self.is_captured:

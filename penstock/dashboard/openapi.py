@@ -29,6 +29,7 @@ TAGS = {
     "text": "Language models and embeddings: OpenAI's API",
     "server": "Health, metadata and metrics",
     "administration": "Load and unload models, and settings",
+    "shared memory": "Memory that clients on this machine register",
     "pages": "Pages of this server, and what they read",
 }
 STATUSES = {
@@ -54,6 +55,8 @@ OF_HANDLERS = {
     **dict.fromkeys(("infer", "generate", "generate_stream"), RUNS_MODELS),
     **dict.fromkeys(("metadata", "model_ready", "config", "statistics", "explain"), (404, 503)),
     **dict.fromkeys(MISSING, (413, 501)),
+    # Of shared memory, which may not be allowed; and there may be no GPU.
+    **{route.handler: (413, 501) for route in ROUTES if route.scope == "shared_memory"},
     "ready": (503,),
     "index": (413,),
     "load": (404, 413, 501, 507),
@@ -103,6 +106,8 @@ def tag_of(route: Route) -> str:
         return "pages"
     if route.scope == "admin":
         return "administration"
+    if route.scope == "shared_memory":
+        return "shared memory"
     if route.handler == "openai":
         return "text"
     has_model = "{name}" in route.path

@@ -1,7 +1,8 @@
 """One line per administrative call: the caller, the action and the result. Always on.
 
-An administrative call is one to a route or RPC with scope `admin`, even if it is refused. Lines go
-to the logger `penstock.audit`, from the process that decided; `--log-level` does not silence them.
+An administrative call is one to a route or RPC with scope `admin`, or one that registers or
+unregisters shared memory, even if it is refused. Lines go to the logger `penstock.audit`, from the
+process that decided; `--log-level` does not silence them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ log.setLevel(logging.INFO)
 
 MAX_TEXT = 500
 # What gRPC methods for administrators do.
-ADMIN_ACTIONS = frozenset(row.handler for row in RPC_ROUTES.values() if row.scope == "admin")
+ADMIN_ACTIONS = frozenset(row.handler for row in RPC_ROUTES.values() if row.is_audited)
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """An administrative request; `caller` is the name from `Gate.caller_name`."""
+    """An administrative request; `caller` is the name from `Gate.caller_name`, `model` may be a
+    region instead."""
 
     protocol: str
     caller: str
@@ -51,12 +53,12 @@ def record(call: AdminCall, error: Refusal | None = None) -> None:
 
 def record_refusal(match: Match, caller: str, error: Refusal) -> None:
     """Log an HTTP message that never reached its handler, if it is an administrative call."""
-    if match.route.scope == "admin":
+    if match.route.is_audited:
         record(http_call(match, caller), error)
 
 
 def http_call(match: Match, caller: str) -> AdminCall:
-    return AdminCall("http", caller, match.route.handler, match.model_name)
+    return AdminCall("http", caller, match.route.handler, match.model_name or match.region)
 
 
 async def record_answer(call: AdminCall, answer: Awaitable[Result]) -> Result:
@@ -80,6 +82,7 @@ async def answer_rpc(management: ManagementApi, call: ManagementCall, caller: st
     """Answer the call of a gRPC client."""
     answering = management.answer(call)
     if call.action in ADMIN_ACTIONS:
-        admin = AdminCall("grpc", caller, call.action, call.model_name)
+        name = call.model_name or str(call.parameters.get("region", ""))
+        admin = AdminCall("grpc", caller, call.action, name)
         return await record_answer(admin, answering)
     return await answering

@@ -121,10 +121,13 @@ def shard_spec(
     shard: int,
     listeners: tuple[socket.socket, ...],
     grpc: GrpcConfig | None = None,
+    allows_regions: bool = False,
 ) -> FrontSpec:
     """Describe a shard: like an HTTP front, with models and the listeners that the core has made,
     the second of them for gRPC."""
-    opening = msgspec.structs.replace(front.opening, shard=shard, grpc=grpc)
+    opening = msgspec.structs.replace(
+        front.opening, shard=shard, grpc=grpc, allows_regions=allows_regions
+    )
     number = shard + 1
     return replace(front, opening=opening, start_life=SHARD, number=number, listeners=listeners)
 
@@ -417,7 +420,7 @@ class Session:
         named = (frame.action, frame.model_name, frame.model_version, frame.parameters)
         kind, text = "BackendFailed", "internal error"
         try:
-            body = await self._core.manage(ManagementCall(*named), frame.caller)
+            body = await self._core.manage(ManagementCall(*named, frame.caller), frame.caller)
             self.post(number, body, lambda parcel: frames.Managed(number, parcel))
             return
         except PenstockError as error:

@@ -22,7 +22,7 @@ from penstock.protocols.route import Match, Route, Scope
 from penstock.protocols.route_table import RPC_ROUTES, find
 from penstock.serving.quotas import Quota
 
-SCOPES = ("infer", "metrics", "admin")
+SCOPES = ("infer", "metrics", "shared_memory", "admin")
 REFUSALS = (NotAllowed, InvalidRequest, WrongHead)
 # Characters of a path in errors and logs.
 MAX_PATH = 200
@@ -74,7 +74,7 @@ class Gate:
             self.check_keys(headers, "metadata")
             self.check_scope(route.scope, headers)
         except REFUSALS as error:
-            if route.scope == "admin":
+            if route.is_audited:
                 method = path.rpartition("/")[2]
                 audit_log.record(AdminCall("grpc", self.caller_name(headers), method), error)
             raise

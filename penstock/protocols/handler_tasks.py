@@ -21,7 +21,7 @@ from penstock.protocols.route_table import MISSING, unsupported
 from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.types import Buffer, Parameter
 from penstock.wire import json_errors
-from penstock.wire.documented import IndexBody, LoadBody
+from penstock.wire.documented import CudaRegionBody, IndexBody, LoadBody, SystemRegionBody
 
 JSON = "application/json"
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,6 +34,8 @@ class RouteCall:
     match: Match
     body: Buffer = b""
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
+    # As in `Request.caller`.
+    caller: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ class HandlerTasks:
 
     async def _run(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
         try:
-            reply = await handler(RouteCall(match, exchange.body, exchange.head.headers))
+            head, caller = exchange.head, exchange.caller
+            reply = await handler(RouteCall(match, exchange.body, head.headers, caller))
         except PenstockError as error:
             reply_error(exchange, error)
         except Exception:  # Keep serving.
@@ -92,7 +95,8 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
 
     async def answer(call: RouteCall) -> Reply:
         match, action = call.match, call.match.route.handler
-        asked = ManagementCall(action, match.model_name, match.model_version, _parameters(call))
+        named = match.model_name, match.model_version
+        asked = ManagementCall(action, *named, _parameters(call), call.caller)
         return Reply(await management.answer(asked))
 
     async def metrics(call: RouteCall) -> Reply:
@@ -107,9 +111,9 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
 
 def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
     """Decode the JSON object of a request; an empty body counts as an empty object."""
-    schema = call.match.route.body
+    schema, region = call.match.route.body, call.match.region
     if schema is None:
-        return {}
+        return {"region": region} if region else {}
     try:
         body = msgspec.json.decode(call.body or b"{}", type=schema)
     except json_errors.UNREADABLE as error:
@@ -120,6 +124,12 @@ def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
             return {"ready": body.ready}
         case LoadBody():
             return dict.fromkeys(body.parameters or (), True)
+        case SystemRegionBody():
+            place = {"offset": body.offset, "byte_size": body.byte_size}
+            return {"region": region, "key": body.key, **place}
+        case CudaRegionBody():
+            place = {"device_id": body.device_id, "byte_size": body.byte_size}
+            return {"region": region, "raw_handle": body.raw_handle.b64, **place}
     return {}
 
 

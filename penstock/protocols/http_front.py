@@ -123,6 +123,9 @@ class Core:
             # The core reports the error: it first checks that the model exists, and counts it.
             self._hand_over(exchange)
             return
+        if request.uses_regions:
+            self._hand_over(exchange)
+            return
         num_json = len(exchange.body) if json_bytes is None else json_bytes
         if num_json > MAX_NAMES_BYTES and _names_bytes(request) > MAX_NAMES_BYTES:
             self._hand_over(exchange)

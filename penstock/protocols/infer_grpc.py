@@ -14,7 +14,9 @@ from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall, log
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.h2_stream import H2Stream
 from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.model import Model
 from penstock.serving.model_table import ModelTable
+from penstock.serving.regions import read_regions
 from penstock.serving.served import Served
 from penstock.types import Buffer, ReplySink, Request, Response
 from penstock.wire.grpc_status import MAX_DETAILS
@@ -131,6 +133,12 @@ class InferRpcs:
                 access_log.refused("grpc", {"model": name}, received, error)
             raise
         request.caller = caller
+        if request.uses_regions and not isinstance(model, Model):
+            try:
+                read_regions(request, self._table.regions)
+            except PenstockError as error:
+                model.refused(error, received)
+                raise
         target.model, target.request = model, request
         model.submit(request)
 

@@ -3,7 +3,7 @@
 [[key]]
 name = "team-a"
 secret = "at least sixteen characters"
-scopes = ["infer"]            # infer, metrics, admin
+scopes = ["infer"]            # infer, metrics, shared_memory, admin
 requests_per_s = 100          # optional, as the next two; of all models together
 tokens_per_s = 5000           # of language models, prompts and answers together
 queue_share = 0.25            # of the requests that one model may hold

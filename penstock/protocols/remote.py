@@ -96,6 +96,9 @@ class Remote:
         self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
         self.on_shares: Callable[[Mapping[bytes, float]], None] = lambda shares: None
         self.on_leased: Callable[[frames.Leased], None] = lambda leased: None
+        # Clients' memory: a region with its descriptor, or the number of one that is closed.
+        self.on_region: Callable[[frames.OpenRegion, int | None], object] | None = None
+        self.on_region_closed: Callable[[int], None] = lambda number: None
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
@@ -253,6 +256,12 @@ class Remote:
                 task = self._loop.create_task(self._answer_core(frame.call, question))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
+            case frames.OpenRegion():
+                assert self.on_region is not None
+                fds = self._socket.fds
+                self.on_region(frame, fds.pop(0) if fds else None)
+            case frames.CloseRegion():
+                self.on_region_closed(frame.region)
             case frames.Leased():
                 self.on_leased(frame)
             case frames.Managed():

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-Scope = Literal["open", "infer", "metrics", "admin"]
+Scope = Literal["open", "infer", "metrics", "shared_memory", "admin"]
 Methods = tuple[str, ...]
 Body = type[msgspec.Struct] | None
 _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
@@ -51,6 +51,11 @@ class Route:
         return len(self._segments)
 
     @property
+    def is_audited(self) -> bool:
+        """Whether calls are written to the audit log."""
+        return self.scope == "admin" or (self.scope == "shared_memory" and "POST" in self.methods)
+
+    @property
     def takes_rest(self) -> bool:
         return self.path.endswith(":path}")
 
@@ -79,6 +84,10 @@ class Match:
     @property
     def model_version(self) -> str:
         return self.names.get("version", "")
+
+    @property
+    def region(self) -> str:
+        return self.names.get("region", "")
 
 
 class RouteTable:

@@ -30,8 +30,6 @@ HEALTH = "/grpc.health.v1.Health/"
 MISSING = {
     "trace": "trace settings are",
     "logging": "log settings are",
-    "system_shared_memory": "system shared memory regions are",
-    "cuda_shared_memory": "CUDA shared memory regions are",
 }
 
 
@@ -118,18 +116,26 @@ _REPOSITORY = [
 ]  # fmt: skip
 
 
-def _shared_memory(kind: str) -> list[Route]:
-    root, handler = f"/v2/{kind}sharedmemory", f"{kind}_shared_memory"
+def _shared_memory(kind: str, body: Body, row: object) -> list[Route]:
+    root, handler = f"/v2/{kind}sharedmemory", f"{kind}_shared_memory_"
     rpc = f"{kind.capitalize()}SharedMemory"
     what = f"{'CUDA' if kind == 'cuda' else kind} shared memory"
     region = root + "/region/{region}"
+
+    def route(methods: Methods, path: str, action: str, summary: str, *rpcs: str) -> Route:
+        scope: Scope = "shared_memory"
+        answer = row if action == "status" else None
+        return Route(methods, path, scope, handler + action, summary, None, answer, rpcs=rpcs)
+
+    registers = route(POST, region + "/register", "register", f"Register {what}")
     return [
-        _admin(GET, root + "/status", handler, f"All regions of {what}", rpc + "Status"),
-        _admin(GET, region + "/status", handler, f"One region of {what}"),
-        _admin(POST, region + "/register", handler, f"Register {what}", rpc + "Register"),
-        _admin(POST, region + "/unregister", handler, f"Unregister one region of {what}"),
-        _admin(POST, root + "/unregister", handler, f"Unregister all {what}", rpc + "Unregister"),
-    ]
+        route(GET, root + "/status", "status", f"All regions of {what}", *_paths(rpc + "Status")),
+        route(GET, region + "/status", "status", f"One region of {what}"),
+        replace(registers, body=body, rpcs=_paths(rpc + "Register")),
+        route(POST, region + "/unregister", "unregister", f"Unregister one region of {what}"),
+        route(POST, root + "/unregister", "unregister", f"Unregister all {what}",
+              *_paths(rpc + "Unregister")),
+    ]  # fmt: skip
 
 
 _OPENAI = [
@@ -151,8 +157,8 @@ ROUTES: tuple[Route, ...] = (
     *_MODELS,
     *(replace(row, path=row.path.replace(MODEL, VERSION), rpcs=()) for row in _MODELS),
     *_REPOSITORY,
-    *_shared_memory("system"),
-    *_shared_memory("cuda"),
+    *_shared_memory("system", doc.SystemRegionBody, list[doc.SystemRegionRow]),
+    *_shared_memory("cuda", doc.CudaRegionBody, list[doc.CudaRegionRow]),
     *_OPENAI,
 )
 find = RouteTable(ROUTES).find

@@ -140,6 +140,8 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     shard.table.set_shares(settings.shares)
     remote.on_shares = shard.table.set_shares
     remote.on_part, remote.on_question = shard.receive, shard.answer
+    shard.regions.is_allowed = settings.allows_regions
+    remote.on_region, remote.on_region_closed = shard.regions.open, shard.regions.close
     remote.count_connections = lambda: sum(each.num_connections for each in servers)
 
     async def give_back() -> None:

@@ -8,11 +8,13 @@ management calls the core answers.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
@@ -35,6 +37,8 @@ WATCH_S = 0.5
 STOP_S = 1.0
 # Fields of answers that hold the management API's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
+# Actions whose JSON is a list of regions, which are a map in a message.
+REGION_LISTS = ("system_shared_memory_status", "cuda_shared_memory_status")
 
 # Answers a management call of a client with JSON; the bytes are as in `Request.caller`.
 Manages = Callable[[ManagementCall, bytes], Awaitable[bytes]]
@@ -93,7 +97,7 @@ class GrpcService:
             message = parse(request_type, bytes(data))
             if action in MISSING:
                 raise unsupported(action)
-            asked = ManagementCall(action, *_arguments(message))
+            asked = ManagementCall(action, *_arguments(message), call.head.caller)
             try:
                 body = await self._manage(asked, call.head.caller)
             except (NotFound, NotReady):
@@ -102,6 +106,9 @@ class GrpcService:
                 return answer_type(ready=False)
             if (field := FIELDS.get(method.name)) is not None:
                 body = b'{"%b":%b}' % (field, body)
+            elif action in REGION_LISTS:
+                rows = {row["name"]: row for row in msgspec.json.decode(body)}
+                body = msgspec.json.encode({"regions": rows})
             return json_format.Parse(body or b"{}", answer_type(), ignore_unknown_fields=True)
 
         return answer
@@ -150,6 +157,13 @@ class GrpcService:
         except NotReady:
             return health_pb.NOT_SERVING
         return health_pb.NOT_SERVING if self._is_draining.is_set() else health_pb.SERVING
+
+
+REGION_MESSAGES = tuple(
+    getattr(service_pb2, f"{kind}SharedMemory{action}Request")
+    for kind in ("System", "Cuda")
+    for action in ("Status", "Register", "Unregister")
+)
 
 
 class TaskCall(UnaryCall):
@@ -204,6 +218,19 @@ class WatchCall(TaskCall):
         return False
 
 
+def _region_arguments(message: Proto) -> dict[str, Parameter]:
+    found: dict[str, Parameter] = {"region": message.name} if message.name else {}
+    match message:
+        case service_pb2.SystemSharedMemoryRegisterRequest():
+            place = {"offset": message.offset, "byte_size": message.byte_size}
+            return {"region": message.name, "key": message.key, **place}
+        case service_pb2.CudaSharedMemoryRegisterRequest():
+            handle = base64.b64encode(message.raw_handle).decode()
+            place = {"device_id": message.device_id, "byte_size": message.byte_size}
+            return {"region": message.name, "raw_handle": handle, **place}
+    return found
+
+
 def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
     """Return the model, the version and the parameters that a message names."""
     if getattr(message, "repository_name", ""):
@@ -216,4 +243,6 @@ def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
             return message.model_name, "", dict.fromkeys(message.parameters, True)
         case service_pb2.RepositoryModelUnloadRequest():
             return message.model_name, "", {}
+    if isinstance(message, REGION_MESSAGES):
+        return "", "", _region_arguments(message)
     return getattr(message, "name", ""), getattr(message, "version", ""), {}

@@ -35,6 +35,9 @@ from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.model import Model
 from penstock.serving.model_table import ModelTable
+from penstock.serving.regions import read_regions
+from penstock.serving.served import Served
+from penstock.types import Request
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
 
@@ -152,12 +155,22 @@ class LocalInference:
             model.refused(error, exchange.received)
             raise
         request.caller = call.caller
+        if request.uses_regions and not isinstance(model, Model):
+            self._read_regions(request, model, exchange)
         sink.request = request
         exchange.abandon = sink.abandon
         if long is None or not isinstance(model, Model):
             model.submit(request)
         else:
             model.submit(request, long.reservation)
+
+    def _read_regions(self, request: Request, model: Served, exchange: Exchange) -> None:
+        """Read the inputs that are in clients' memory, for a model that knows no regions."""
+        try:
+            read_regions(request, self._catalog.regions)
+        except PenstockError as error:
+            model.refused(error, exchange.received)
+            raise
 
 
 class Models:
@@ -191,8 +204,9 @@ class Models:
     def other(self, exchange: Exchange, match: Match) -> None:
         name = match.route.handler
         if (handler := self._handlers.get(name)) is not None:
-            if match.route.scope == "admin":
+            if match.route.is_audited:
                 handler = with_audit(handler, self._gate.caller_name(exchange.head.headers))
+            exchange.caller = self._gate.caller(exchange.head.headers)
             self._tasks.start(exchange, handler, match)
         elif not self._local.handle_directly(exchange, match):
             raise no_route(exchange.head)

@@ -12,8 +12,9 @@ import os
 
 from penstock.errors import PenstockError
 from penstock.serving.context import ModelContext
-from penstock.serving.plan import Ticket
+from penstock.serving.plan import Fit, Ticket
 from penstock.serving.quarantine import PoisonGuard
+from penstock.serving.regions import Loan
 from penstock.serving.replies import Replies, is_overload
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
@@ -62,6 +63,8 @@ class Admission:
         replies: Replies,
     ) -> None:
         self._policy = context.config.batching
+        self._outputs, self._has_rows = context.config.outputs, context.config.max_batch_size > 0
+        self._regions = context.regions
         self._planner = context.planner
         self._known_fits = context.planner.known
         self._memory = memory
@@ -80,9 +83,12 @@ class Admission:
 
     def admit(self, request: Request) -> None:
         """Queue the request, or raise why it is refused."""
+        loan = self._regions.lend(request) if request.uses_regions else None
         fit = self._known_fits.get(request.form) or self._planner.fit(request)
         request.ticket = Ticket(fit)
         plan = fit.plan
+        if loan is not None:
+            self._check_loan(loan, request, fit)
         request.num_rows = plan.num_rows
         request.num_tokens = plan.num_tokens
         geometry = plan.geometry
@@ -102,10 +108,24 @@ class Admission:
         if queue.slo is not None and now >= self._looked_at + LOOK_EVERY_S:
             self._note_processor_wait(queue.slo, now)
         queue.batcher.add(request, geometry, now)
+        if loan is not None:
+            request.ticket.loan = loan
+            loan.begin()
         if has_quotas:
             self._shares.enter(request, request.caller, level=request.priority)
         if self._order is not None:
             request.turn = self._order.enter()
+
+    def _check_loan(self, loan: Loan, request: Request, fit: Fit) -> None:
+        """Check that outputs of a known size fit clients' memory. Inputs that are to be padded are
+        read here."""
+        if fit.plan.own_shapes is not None:
+            loan.read(request.inputs)
+        for index in fit.selection if loan.outputs else ():
+            spec = self._outputs[index]
+            if spec.is_fixed:
+                num_rows = fit.plan.num_rows if self._has_rows else 1
+                loan.check_output(spec.name, num_rows * spec.row_bytes(spec.shape))
 
     def refused(self, request: Request, error: PenstockError, num_held: int) -> None:
         """Tell the queue shares if the queue was full with this many requests; a request with its

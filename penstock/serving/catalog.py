@@ -50,7 +50,7 @@ class Catalog(ModelTable):
     ) -> None:
         """`shards` take the requests, if they have processes of their own."""
         super().__init__()
-        self._shards = shards
+        self.shards = shards
         if shards is not None:
             shards.table = self._published
         self._start_life = start_life
@@ -137,8 +137,8 @@ class Catalog(ModelTable):
 
     async def refresh(self) -> None:
         """Bring the figures of all models up to date, if shards count for them."""
-        if self._shards is not None:
-            await self._shards.read()
+        if self.shards is not None:
+            await self.shards.read()
 
     async def drain(self) -> None:
         """Wait until every admitted request has its answer."""
@@ -217,21 +217,21 @@ class Catalog(ModelTable):
     def _create(self, config: ModelConfig) -> Served:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config, self.quotas)
-        if self._shards is not None:
-            return ShardedModel(config, self._shards, self._start_life)
+        if self.shards is not None:
+            return ShardedModel(config, self.shards, self._start_life)
         try:
-            return make_model(config, self._start_life, self.quotas)
+            return make_model(config, self._start_life, self.quotas, regions=self.regions)
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
 
     async def _publish(self) -> None:
         """Return when all shards have the models as they are now."""
-        if self._shards is not None:
-            await self._shards.publish()
+        if self.shards is not None:
+            await self.shards.publish()
 
     def _publish_soon(self) -> None:
-        if self._shards is not None:
-            self._shards.publish_soon()
+        if self.shards is not None:
+            self.shards.publish_soon()
 
     def _published(self) -> frames.Publish:
         models = {

@@ -11,6 +11,7 @@ from penstock.config import ModelConfig
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
+from penstock.serving.regions import NO_REGIONS, RegionTable
 
 
 class Saturation:
@@ -49,6 +50,8 @@ class ModelContext:
     # Set if workers also serve other shards: whether the one of an instance seems to have nothing
     # to do. A hint: if it is wrong, a batch is formed too early, or claimed first.
     sees_idle: Callable[[int], bool] | None = None
+    # Memory that clients have registered.
+    regions: RegionTable = NO_REGIONS
     # How many batches it has run for all shards. Also a hint; not a number if it is unknown.
     num_batches: Callable[[int], float] = lambda index: math.nan
 

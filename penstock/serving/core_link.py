@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
+from penstock.serving.regions import NO_REGIONS, RegionTable
 from penstock.wire import frames
 
 
@@ -77,6 +78,8 @@ class ShardSetup:
     sees_idle: Callable[[int], bool] | None = None
     elsewhere: Elsewhere = NOTHING_ELSEWHERE
     num_batches: Callable[[int], float] = lambda index: math.nan
+    # Memory that clients have registered.
+    regions: RegionTable = NO_REGIONS
 
 
 ONLY_SHARD = ShardSetup()

@@ -12,6 +12,7 @@ import itertools
 import logging
 import math
 import socket
+from collections.abc import Sequence
 from functools import partial
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
@@ -257,19 +258,23 @@ class Dispatcher:
         worker.batches.append(batch)
         self._saturation.note(not any(each.is_idle for each in self.workers), now)
         self._last_num_requests = len(batch.requests)
-        if self._num_slabs < len(self._memory.slabs):
-            self._map_slabs()
         assert worker.link is not None, "it is idle"
+        self._map_memory(worker.link, batch.requests if frame.has_regions else ())
         worker.is_wanting = frame.more is not None
         worker.link.send(data)
         return True
 
-    def _map_slabs(self) -> None:
-        """Map new slabs in all workers, before one of them needs it."""
-        for each in self.workers:
-            if each.link is not None:
-                each.link.map_slabs(self._memory.slabs)
-        self._num_slabs = len(self._memory.slabs)
+    def _map_memory(self, link: WorkerLink, requests: Sequence[Request]) -> None:
+        """Map new slabs in all workers, before one of them needs it; and the clients' memory of
+        these requests in theirs."""
+        if self._num_slabs < len(self._memory.slabs):
+            for each in self.workers:
+                if each.link is not None:
+                    each.link.map_slabs(self._memory.slabs)
+            self._num_slabs = len(self._memory.slabs)
+        for request in requests:
+            if request.ticket.loan is not None:
+                link.map_regions(request.ticket.loan.regions)
 
     def _halve(self, batch: RunningBatch) -> list[Request]:
         """Queue the second half of a batch whose frame is too long again; return the first."""
@@ -372,7 +377,8 @@ class Dispatcher:
         answered = self._replies.deliver(batch, frame, worker.link.output_spill, now)
         self._memory.release_batch(batch)
         if extents:
-            offsets = tuple(extent.offset for part in extents for extent in part)
+            in_spill = (each for part in extents for each in part if not each.region)
+            offsets = tuple(extent.offset for extent in in_spill)
             worker.link.send(frames.encode(frames.Release(offsets)))
         self._replies.count(batch, answered, now, num_rows if frame.is_first else 0)
 

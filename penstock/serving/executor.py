@@ -20,8 +20,9 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
 from penstock.serving.held_rows import HeldBatch, find, private
 from penstock.serving.shard_link import ShardLink, ShardMemory
+from penstock.serving.worker_regions import WorkerRegions
 from penstock.serving.worker_spill import Spilled, Values, split
-from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
+from penstock.types import DATATYPES, Array, TensorSpec, from_array, shape_fits
 from penstock.wire import frames
 
 # Limit on the text of one error, to fit a frame.
@@ -62,6 +63,8 @@ class Begun:
     # When the frame was received, and when the inputs were gathered.
     began: float
     gathered: float
+    # Requests whose inputs could not be read, by the index of their part and their own.
+    faults: Mapping[tuple[int, int], InvalidRequest]
 
 
 class Stored(NamedTuple):
@@ -78,10 +81,18 @@ ALL_IN_ROWS = Stored()
 class BatchExecutor:
     """Runs batches of one model in place in shared memory."""
 
-    def __init__(self, config: ModelConfig, runner: Runner, proof: frames.Proof) -> None:
+    def __init__(
+        self, config: ModelConfig, runner: Runner, proof: frames.Proof, *, may_pin: bool = False
+    ) -> None:
+        """`may_pin`: clients' memory may be pinned, because the process ends with the worker."""
         self._config = config
         self.runner = runner
         self._proof = proof
+        self.regions = WorkerRegions(
+            runner.pin_foreign if may_pin else lambda memory: False,
+            runner.unpin,
+            gpu_number(config.device),
+        )
         self._names = [spec.name for spec in config.inputs]
 
     @property
@@ -91,9 +102,10 @@ class BatchExecutor:
 
     def begin(self, parts: Sequence[Part]) -> Begun:
         began = time.perf_counter()
-        batch = self._gather(parts)
+        faults: dict[tuple[int, int], InvalidRequest] = {}
+        batch = self._gather(parts, faults)
         gathered = time.perf_counter()
-        return Begun(parts, batch, self.runner.start(batch), began, gathered)
+        return Begun(parts, batch, self.runner.start(batch), began, gathered, faults)
 
     def finish(self, begun: Begun) -> list[frames.Done | BaseException]:
         """Wait for a batch; return for each of its parts the answer, or why there is none."""
@@ -105,7 +117,7 @@ class BatchExecutor:
         gathered = begun.gathered + execution.prepare_s
         ran -= execution.finish_s
         (answer,) = answers
-        stored = self._store_parts(parts, batch, answer)
+        stored = self._store_parts(parts, batch, answer, begun.faults)
         input_s, infer_s = gathered - begun.began, ran - gathered
         output_s = time.perf_counter() - ran
         found: list[frames.Done | BaseException] = []
@@ -124,15 +136,22 @@ class BatchExecutor:
             is_first = is_first and part.link.is_gone
         return found
 
-    def _gather(self, parts: Sequence[Part]) -> Batch:
+    def _gather(
+        self, parts: Sequence[Part], faults: dict[tuple[int, int], InvalidRequest]
+    ) -> Batch:
         pieces: list[Mapping[str, Array]] = []
-        for part in parts:
-            pieces += self._pieces(part)
+        for number, part in enumerate(parts):
+            if part.frame.has_regions:
+                pieces += self._region_pieces(part, number, faults)
+            else:
+                pieces += self._pieces(part)
         if len(parts) == 1:
             (part,) = parts
             room = self._room(part) if len(pieces) > 1 else None
             return Batch.of(pieces, part.num_rows, part.frame.requests, room)
-        requests = [request for part in parts for request in part.frame.requests]
+        # Parts with regions have requests, others only if the runner needs them.
+        has_all = all(part.frame.requests for part in parts)
+        requests = [request for part in parts for request in part.frame.requests if has_all]
         return Batch.of(pieces, sum(part.num_rows for part in parts), requests)
 
     def _room(self, part: Part) -> Mapping[str, Array] | None:
@@ -163,8 +182,69 @@ class BatchExecutor:
             pieces.append({name: column[rows] for name, column in columns})
         return pieces
 
+    def _region_pieces(
+        self, part: Part, number: int, faults: dict[tuple[int, int], InvalidRequest]
+    ) -> Sequence[Mapping[str, Array]]:
+        """Like `_pieces`, for requests with inputs in clients' memory. What the device can copy
+        from there stays; the rest is read into the rows or extents of its request. A request whose
+        memory is gone runs on zeros, so that the others are answered."""
+        frame, in_place = part.frame, dict[int, dict[str, Array]]()
+        for index, (request, rows) in enumerate(zip(frame.requests, _rows(frame), strict=True)):
+            for span in request.reads:
+                column = self._names.index(span.name)
+                extent = next((each for each in request.inputs if each.name == span.name), None)
+                if extent is not None:
+                    shape, target = extent.shape, part.memory.spill.input_of(extent)
+                else:
+                    shape = (request.num_rows, *frame.row_shapes[column])
+                    target = part.memory.input_rows(rows[0], frame, column)
+                dtype = DATATYPES[self._config.inputs[column].datatype].numpy
+                values = self.regions.pinned(span, dtype)
+                if values is not None:
+                    in_place.setdefault(index, {})[span.name] = values.reshape(shape)
+                    continue
+                try:
+                    self.regions.read(span, target)
+                except InvalidRequest as error:
+                    target[:] = bytes(len(target))
+                    faults[number, index] = error
+        if not in_place:
+            return self._pieces(part)
+        return self._pieces_beside(part, in_place)
+
+    def _pieces_beside(
+        self, part: Part, in_place: Mapping[int, Mapping[str, Array]]
+    ) -> Sequence[Mapping[str, Array]]:
+        """Return the inputs of each request; those without any `in_place`, together if their rows
+        are adjacent."""
+        frame, memory = part.frame, part.memory
+        if not frame.runs:
+            pieces = memory.spill.read(frame.requests)
+            return [{**piece, **in_place.get(n, {})} for n, piece in enumerate(pieces)]
+        found: list[tuple[frames.RowRange, Mapping[str, Array]]] = []
+        for index, (rows,) in enumerate(_rows(frame)):
+            last, others = found[-1] if found else (None, {})
+            is_next = last is not None and last.slab == rows.slab
+            is_next = is_next and last is not None and last.row + last.count == rows.row
+            if index in in_place or others or not is_next or last is None:
+                found.append((rows, in_place.get(index, {})))
+            else:
+                joined = frames.RowRange(last.slab, last.row, last.count + rows.count)
+                found[-1] = joined, {}
+        return [
+            {
+                name: others.get(name, column[rows.row : rows.row + rows.count])
+                for name, column in zip(self._names, memory.columns(rows.slab, frame), strict=False)
+            }
+            for rows, others in found
+        ]
+
     def _store_parts(
-        self, parts: Sequence[Part], batch: Batch, answer: Outputs | PerRequest
+        self,
+        parts: Sequence[Part],
+        batch: Batch,
+        answer: Outputs | PerRequest,
+        faults: Mapping[tuple[int, int], InvalidRequest],
     ) -> list[Stored | BaseException]:
         """Store each part's answers in its shard's memory. A part that cannot be stored, for lack
         of spill, does not affect the others."""
@@ -177,14 +257,20 @@ class BatchExecutor:
             }
         found: list[Stored | BaseException] = []
         row = index = 0
-        for part in parts:
+        for number, part in enumerate(parts):
             num_requests = len(part.frame.requests)
             try:
                 if part.link.is_gone:
                     found.append(ALL_IN_ROWS)
-                elif isinstance(answer, PerRequest):
-                    own = answer.answers[index : index + num_requests]
-                    found.append(self._store_each(part, own))
+                elif isinstance(answer, PerRequest) or part.frame.has_regions:
+                    own: Sequence[Outputs | Exception]
+                    if isinstance(answer, PerRequest):
+                        own = answer.answers[index : index + num_requests]
+                    else:
+                        own = self._split(part, self._own_rows(part, answer, row, batch))
+                    each = enumerate(own)
+                    told = [faults.get((number, at), its) for at, its in each] if faults else own
+                    found.append(self._store_each(part, told))
                 else:
                     found.append(self._store_rows(part, self._own_rows(part, answer, row, batch)))
             except BaseException as error:  # Any exception of the model is answered.
@@ -197,6 +283,15 @@ class BatchExecutor:
         if part.num_rows == batch.num_rows:
             return outputs
         return {name: values[row : row + part.num_rows] for name, values in outputs.items()}
+
+    def _split(self, part: Part, outputs: Outputs) -> list[Outputs]:
+        """Return the outputs of each request, without padding."""
+        specs = self._config.outputs
+        if self._config.max_batch_size == 0:
+            return [outputs] * len(part.frame.requests)
+        values = [(spec, outputs[spec.name]) for spec in specs]
+        by_request = split(part.frame, values, self._proof.crops)
+        return [{spec.name: each for spec, each in own} for own in by_request]
 
     def _store_rows(self, part: Part, outputs: Outputs) -> Stored:
         frame = part.frame
@@ -260,11 +355,14 @@ class BatchExecutor:
             raise BackendFailed(text)
 
     def _store_each(self, part: Part, answers: Sequence[Outputs | Exception]) -> Stored:
-        """Like `_store_rows`, for models that answer each request separately. A request's error
-        does not affect the others."""
+        """Like `_store_rows`, for models that answer each request separately, and for outputs in
+        clients' memory. A request's error does not affect the others."""
         errors: dict[int, str] = {}
+        # Requests that cannot be run, through their clients' fault.
+        invalid: list[int] = []
         in_spill: list[Values] = []
         held: list[dict[str, Array]] = []
+        in_regions: list[tuple[frames.Extent, ...]] = []
         pairs = zip(part.frame.requests, answers, strict=True)
         for index, ((request, outputs), rows) in enumerate(
             zip(pairs, _rows(part.frame), strict=True)
@@ -277,22 +375,42 @@ class BatchExecutor:
                     for spec in self._config.outputs
                     if not request.outputs or spec.name in request.outputs
                 }
-                if part.held is None:
-                    in_spill.append(self._store(part, rows, good, request.outputs))
-                else:
+                if part.held is not None:
                     specs = [spec for spec in self._config.outputs if spec.name in good]
                     held.append({spec.name: private(spec, good[spec.name]) for spec in specs})
+                    continue
+                written = self._write_regions(request, good)
+                kept = [name for name in good if all(name != each.name for each in written)]
+                in_spill.append(self._store(part, rows, good, kept) if kept else ())
+                # The shard knows the shapes of outputs that have rows.
+                fixed = {spec.name for spec in self._config.outputs if spec.is_fixed and rows}
+                in_regions.append(tuple(each for each in written if each.name not in fixed))
             except BaseException as error:  # Any exception of the model is answered.
                 errors[index] = explain_error(error)
+                if isinstance(error, InvalidRequest):
+                    invalid.append(index)
                 in_spill.append(())
+                in_regions.append(())
                 held.append({})
         if part.held is not None:
             part.held.answers = held
-        # Requests that cannot be run, through their clients' fault.
-        each = enumerate(answers)
-        invalid = tuple(index for index, its in each if isinstance(its, InvalidRequest))
         spilled = part.memory.spill.write(in_spill) if any(in_spill) else ()
-        return Stored(spilled, errors, invalid)
+        if any(in_regions):
+            pairs_of = zip(spilled or [()] * len(in_regions), in_regions, strict=True)
+            spilled = tuple((*some, *others) for some, others in pairs_of)
+        return Stored(spilled, errors, tuple(invalid))
+
+    def _write_regions(self, request: frames.RequestPart, outputs: Outputs) -> list[frames.Extent]:
+        """Write the outputs that belong in clients' memory."""
+        written: list[frames.Extent] = []
+        for span in request.writes:
+            spec = next(spec for spec in self._config.outputs if spec.name == span.name)
+            tensor = from_array(spec.name, spec.datatype, outputs[span.name])
+            self.regions.write(span, tensor.data)
+            described = spec.name, spec.datatype, tuple(tensor.shape)
+            nbytes = memoryview(tensor.data).nbytes
+            written.append(frames.Extent(*described, span.offset, nbytes, span.region))
+        return written
 
 
 def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:
@@ -309,6 +427,13 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
         text = f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
         raise BackendFailed(text)
     return values
+
+
+def gpu_number(device: str) -> int | None:
+    """Return the number of a GPU by its name; None for a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    return int(device.partition(":")[2] or 0)
 
 
 def _rows(frame: frames.Dispatch) -> Iterator[Sequence[frames.RowRange]]:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -23,6 +24,7 @@ from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.metrics import Labels
+from penstock.serving.region_registry import Kind, RegionRegistry
 from penstock.serving.scrape import FrontUse, ProcessUsage, cpu_s, expose
 from penstock.serving.served import Served
 from penstock.types import Parameter
@@ -53,8 +55,11 @@ class ManagementCall:
     action: str
     model_name: str = ""
     model_version: str = ""
-    # `ready` for the index; for a load only the names count.
+    # `ready` for the index; for a load only the names count; for shared memory, `region` and what
+    # is said of it.
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    # As in `Request.caller`.
+    caller: bytes = b""
 
 
 class ManagementApi:
@@ -78,8 +83,13 @@ class ManagementApi:
         self.usage = ProcessUsage()
         self._tells_reasons = tells_reasons
         self._fronts = fronts
+        self.regions = RegionRegistry(catalog.regions, catalog.shards)
         self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {
             name: getattr(self, name) for name in ACTIONS
+        } | {
+            f"{kind}_shared_memory_{action}": partial(getattr(self, f"{action}_region"), kind)
+            for kind in ("system", "cuda")
+            for action in ("status", "register", "unregister")
         }
         self.actions: Sequence[str] = list(self._answers)
 
@@ -100,7 +110,8 @@ class ManagementApi:
 
     async def server_metadata(self, call: ManagementCall) -> bytes:
         version = penstock.__version__
-        return _json({"name": self.server_id, "version": version, "extensions": EXTENSIONS})
+        extensions = (*EXTENSIONS, *self.regions.extensions)
+        return _json({"name": self.server_id, "version": version, "extensions": extensions})
 
     async def metadata(self, call: ManagementCall) -> bytes:
         config = self._find(call).config
@@ -148,12 +159,33 @@ class ManagementApi:
         await self.control.unload(call.model_name)
         return b""
 
+    async def status_region(self, kind: Kind, call: ManagementCall) -> bytes:
+        """List the caller's shared memory."""
+        name = str(call.parameters.get("region", ""))
+        return _json(self.regions.status(call.caller, kind, name))
+
+    async def register_region(self, kind: Kind, call: ManagementCall) -> bytes:
+        given = call.parameters
+        name, nbytes = str(given["region"]), int(given["byte_size"])
+        if kind == "system":
+            key, offset = str(given["key"]), int(given["offset"])
+            await self.regions.register_system(call.caller, name, key, offset, nbytes)
+        else:
+            handle, device = str(given["raw_handle"]), int(given["device_id"])
+            await self.regions.register_cuda(call.caller, name, handle, device, nbytes)
+        return b""
+
+    async def unregister_region(self, kind: Kind, call: ManagementCall) -> bytes:
+        name = str(call.parameters.get("region", ""))
+        await self.regions.unregister(call.caller, kind, name)
+        return b""
+
     async def metrics(self) -> bytes:
         """Return the metrics as Prometheus text."""
         await self.catalog.refresh()
         # Reading /proc takes a moment per process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
-        return expose(self.catalog.pending(), host, self._fronts())
+        return expose(self.catalog.pending(), host, self._fronts(), self.regions.usage())
 
     async def _processes(self) -> list[ProcessState]:
         """Return the core and the fronts, with their CPU use over BUSY_S."""

@@ -71,6 +71,7 @@ class Model:
             saturation=Saturation(clock()),
             sees_idle=shard.sees_idle,
             num_batches=shard.num_batches,
+            regions=shard.regions,
         )
         self.config = config
         self.metrics = metrics

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import listed
 from penstock.serving.quotas import Quotas
+from penstock.serving.regions import RegionTable
 from penstock.serving.served import Served
 
 
@@ -26,6 +27,8 @@ class ModelTable:
     def __init__(self) -> None:
         # Quotas of API keys, shared by all models.
         self.quotas = Quotas()
+        # Memory that clients have registered.
+        self.regions = RegionTable()
         self._models: dict[str, dict[str, Served]] = {}
         self._latest: dict[str, Served] = {}
         self._failures: dict[str, LoadFailure] = {}

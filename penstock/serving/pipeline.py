@@ -26,6 +26,7 @@ from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
+from penstock.serving.regions import NO_REGIONS, RegionTable
 from penstock.serving.replies import AnswerOrder, is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.served import ModelProcess
@@ -377,13 +378,15 @@ def make_model(
     start_life: StartLife = ProcessLife,
     quotas: Quotas | None = None,
     shards: Sequence[ShardSetup] = (),
+    regions: RegionTable = NO_REGIONS,
 ) -> Model | StagePipeline:
     """Return the Servable of a configuration, with as many stages as it has. With `shards`, one for
-    each stage, it is one of several shards' parts."""
+    each stage, it is one of several shards' parts. Workers of a model with one stage use clients'
+    memory themselves."""
     if config.is_staged:
         stages = stages_of(config)
         return StagePipeline(config, stages, start_life=start_life, quotas=quotas, shards=shards)
-    shard = shards[0] if shards else ONLY_SHARD
+    shard = shards[0] if shards else replace(ONLY_SHARD, regions=regions)
     return Model(config, start_life=start_life, quotas=quotas, shard=shard)
 
 

@@ -16,6 +16,7 @@ from penstock.config import MIB, ModelConfig
 from penstock.errors import InvalidRequest
 from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
+from penstock.serving.regions import Loan
 from penstock.serving.slab import Layout, Slab
 from penstock.types import (
     DATATYPES,
@@ -94,6 +95,8 @@ class Ticket:
     slab: Slab | None = None
     row: int = 0
     offsets: tuple[int, ...] = ()
+    # Memory of clients that its tensors are in.
+    loan: Loan | None = None
 
 
 # Fit of requests that are only queued and never run, as in a simulation.
@@ -170,10 +173,10 @@ class Planner:
         for index, size in zip(plan.order, plan.sizes, strict=True):
             if size is None:
                 self._check_bytes(inputs[index])
-            elif len(inputs[index].data) != size:
+            elif inputs[index].nbytes != size:
                 raise InvalidRequest(
                     f"input byte size mismatch for input '{inputs[index].name}' for model "
-                    f"'{self._config.name}'. Expected {size}, got {len(inputs[index].data)}"
+                    f"'{self._config.name}'. Expected {size}, got {inputs[index].nbytes}"
                 )
         return plan
 

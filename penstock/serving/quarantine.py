@@ -9,12 +9,14 @@ time is an argument or the model's clock. Pure.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.errors import Quarantined
+from penstock.errors import InvalidRequest, Quarantined
+from penstock.serving.regions import Loan
 from penstock.types import Buffer, Parameter, Request, Tensor
 
 if TYPE_CHECKING:
@@ -234,8 +236,10 @@ class PoisonGuard:
     def _body(self, request: Request) -> list[Tensor]:
         """Return the inputs, whether or not they are in shared memory already."""
         slab, plan = request.ticket.slab, request.ticket.fit.plan
+        loan = request.ticket.loan
         if slab is None or request.rows is not None:
-            return [request.inputs[index] for index in plan.order]
+            inputs = [request.inputs[index] for index in plan.order]
+            return [_read(loan, tensor, i) for tensor, i in zip(inputs, plan.order, strict=True)]
         geometry, view, count = plan.geometry, slab.seg.view, plan.num_rows
         parts: list[Tensor] = []
         for index, (offset, row_bytes) in enumerate(geometry.input_columns):
@@ -247,5 +251,18 @@ class PoisonGuard:
                 full, shape = shape, plan.own_shapes[index]
                 data = self._planner.pads.read(index, data, shape, full)
             spec = self._config.inputs[index]
-            parts.append(Tensor(spec.name, spec.datatype, (count, *shape), data))
+            tensor = Tensor(spec.name, spec.datatype, (count, *shape), data)
+            parts.append(_read(loan, tensor, plan.order[index]))
         return parts
+
+
+def _read(loan: Loan | None, tensor: Tensor, index: int) -> Tensor:
+    """Return an input with its data, also if that is in a client's memory. It may have changed
+    since, or be gone; then it is another body, or an empty one."""
+    span = None if loan is None else loan.inputs.get(index)
+    if span is None:
+        return tensor
+    data: Buffer = b""
+    with contextlib.suppress(InvalidRequest):
+        data = span.read()
+    return Tensor(tensor.name, tensor.datatype, tensor.shape, data)

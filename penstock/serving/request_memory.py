@@ -7,6 +7,7 @@ spill when their batch is sent. Knows no process: a `Dispatch` frame is all that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from penstock.errors import TooLarge
@@ -14,9 +15,10 @@ from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
 from penstock.serving.held_rows import HeldBatch, HeldRows
 from penstock.serving.plan import Fit, RequestPlan
+from penstock.serving.regions import LentTensor
 from penstock.serving.reservation import Reservation
 from penstock.serving.slab import Extents, Segment, Slab, SlabPool, aligned
-from penstock.types import Request, Tensor, to_array
+from penstock.types import Request, Tensor, TensorSpec, to_array
 from penstock.wire import frames
 
 # Limit on the requests of one batch of extents, so that its frame stays small.
@@ -50,7 +52,7 @@ class RequestMemory:
 
     def check_size(self, request: Request) -> None:
         """Raise TooLarge if even an empty spill has no room for the inputs."""
-        needed = sum(aligned(len(tensor.data)) for tensor in request.inputs)
+        needed = sum(aligned(tensor.nbytes) for tensor in request.inputs)
         if needed > self.extents.capacity:
             raise TooLarge(
                 f"the inputs take {needed} bytes, more than the {self.extents.capacity} that "
@@ -80,7 +82,9 @@ class RequestMemory:
             inputs, view = request.inputs, slab.seg.view
             for (offset, row_bytes), index in zip(geometry.input_columns, plan.order, strict=True):
                 start = offset + row * row_bytes
-                view[start : start + count * row_bytes] = inputs[index].data
+                # The worker reads what is in a client's memory.
+                if inputs[index].place is None:
+                    view[start : start + count * row_bytes] = inputs[index].data
         request.inputs = ()
         return True
 
@@ -174,6 +178,9 @@ class RequestMemory:
     def release(self, request: Request, *, was_dispatched: bool = True) -> None:
         """Return the rows that the request holds, if any."""
         ticket = request.ticket
+        if ticket.loan is not None:
+            loan, ticket.loan = ticket.loan, None
+            loan.end()
         slab = ticket.slab
         if slab is not None:
             ticket.slab = None
@@ -242,13 +249,14 @@ class RequestMemory:
         """Copy tensors into extents of the spill; None if they do not all fit."""
         placed: list[frames.Extent] = []
         for tensor in tensors:
-            nbytes = len(tensor.data)
+            nbytes = tensor.nbytes
             offset = self.extents.allocate(nbytes)
             if offset is None:
                 for extent in placed:
                     self.extents.release(extent.offset)
                 return None
-            self.input_spill.view[offset : offset + nbytes] = tensor.data
+            if tensor.place is None:
+                self.input_spill.view[offset : offset + nbytes] = tensor.data
             placed.append(frames.Extent(tensor.name, tensor.datatype, tensor.shape, offset, nbytes))
         return tuple(placed)
 
@@ -257,11 +265,17 @@ class RequestMemory:
         geometry = batch.requests[0].ticket.fit.plan.geometry
         batch.num_tokens = sum(request.num_tokens for request in batch.requests)
         layout = geometry.layout
+        has_regions = any([request.uses_regions for request in batch.requests])
         if layout is None:
             batch.num_rows = sum(request.num_rows for request in batch.requests)
             parts, held = self._parts(batch), self._hold(batch, has_rows=False)
             return frames.Dispatch(
-                batch.id, (), requests=parts, num_tokens=batch.num_tokens, held=held
+                batch.id,
+                (),
+                requests=parts,
+                num_tokens=batch.num_tokens,
+                held=held,
+                has_regions=has_regions,
             )
         runs: list[frames.RowRange] = []
         slab: Slab | None = None
@@ -283,7 +297,7 @@ class RequestMemory:
         runs.append(frames.RowRange(slab.id, start, count))
         if len(runs) > 1:
             runs = self._sorted_runs(batch)
-        parts = self._parts(batch) if self.needs_parts else ()
+        parts = self._parts(batch) if self.needs_parts or has_regions else ()
         return frames.Dispatch(
             batch.id,
             tuple(runs),
@@ -292,6 +306,7 @@ class RequestMemory:
             parts,
             num_tokens=batch.num_tokens,
             held=self._hold(batch, has_rows),
+            has_regions=has_regions,
         )
 
     def _hold(self, batch: RunningBatch, has_rows: bool) -> int:
@@ -342,9 +357,17 @@ class RequestMemory:
                 tuple(output.name for output in request.outputs),
                 dict(request.parameters or {}),
                 request.ticket.fit.plan.length,
+                *(self._spans(request) if request.uses_regions else ()),
             )
             for index, request in enumerate(batch.requests)
         )
+
+    def _spans(self, request: Request) -> tuple[tuple[frames.RegionSpan, ...], ...]:
+        """Return what the worker reads from clients' memory, and what it writes there."""
+        loan = request.ticket.loan
+        assert loan is not None, "it is admitted"
+        reads, writes = loan.inputs.values(), loan.outputs.values()
+        return tuple(span.frame for span in reads), tuple(span.frame for span in writes)
 
     def outputs(
         self, request: Request, output_spill: Segment | None, extents: Sequence[frames.Extent]
@@ -353,9 +376,12 @@ class RequestMemory:
         outputs: list[Tensor] = []
         specs = self._config.outputs
         ticket, count = request.ticket, request.num_rows
-        fit, slab = ticket.fit, ticket.slab
+        fit, slab, loan = ticket.fit, ticket.slab, ticket.loan
         for index in fit.selection:
             spec = specs[index]
+            if loan is not None and spec.name in loan.outputs:
+                outputs.append(self._placed(spec, loan.outputs[spec.name], request, extents))
+                continue
             if slab is not None and index in self._column:
                 offset, row_bytes = fit.plan.geometry.output_columns[self._column[index]]
                 start = offset + ticket.row * row_bytes
@@ -368,6 +394,18 @@ class RequestMemory:
             view = output_spill.view[extent.offset : extent.offset + extent.nbytes]
             outputs.append(Tensor(spec.name, spec.datatype, extent.shape, view))
         return outputs
+
+    def _placed(
+        self, spec: TensorSpec, span: LentTensor, request: Request, extents: Sequence[frames.Extent]
+    ) -> Tensor:
+        """Return an output that the worker has written to a client's memory."""
+        extent = next((extent for extent in extents if extent.name == spec.name), None)
+        if extent is not None:
+            shape, nbytes = extent.shape, extent.nbytes
+        else:
+            shape = (request.num_rows, *spec.shape)
+            nbytes = spec.row_bytes(shape)
+        return Tensor(spec.name, spec.datatype, shape, b"", replace(span.place, nbytes=nbytes))
 
     def release_extents(self, batch: RunningBatch) -> None:
         """Release the copies; requests keep extents of their own."""

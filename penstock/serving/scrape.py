@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -138,11 +138,16 @@ GPU_METRICS = (
 
 
 def expose(
-    models: Iterable[Pending], host: HostUse | None = None, fronts: Sequence[FrontUse] = ()
+    models: Iterable[Pending],
+    host: HostUse | None = None,
+    fronts: Sequence[FrontUse] = (),
+    regions: Mapping[str, tuple[int, int]] | None = None,
 ) -> bytes:
-    """Render the text of a scrape."""
+    """Render the text of a scrape. `regions` are the number and bytes of clients' shared memory, by
+    kind."""
     items = [(model.metrics.labels, model) for model in models]
-    optional = [*_optional(items), *_fronts(fronts), *([] if host is None else _host(host))]
+    optional = [*_optional(items), *_fronts(fronts), *_regions(regions or {})]
+    optional += [] if host is None else _host(host)
     families = [*_of_every_model(items), *(family for family in optional if family.lines)]
     text, version = "The version that runs; always 1", {"version": penstock.__version__}
     families.append(ScrapeLines.of("penstock_build_info", text, "gauge", [(version, 1)]))
@@ -226,6 +231,15 @@ def _fronts(fronts: Sequence[FrontUse]) -> Iterator[ScrapeLines]:
     counts = [(each.labels, each.num_connections) for each in fronts]
     text = "Clients connected to each protocol process"
     yield ScrapeLines.of("penstock_front_connections", text, "gauge", counts)
+
+
+def _regions(regions: Mapping[str, tuple[int, int]]) -> Iterator[ScrapeLines]:
+    counts = [({"kind": kind}, count) for kind, (count, _) in regions.items()]
+    text = "Regions of shared memory that clients have registered"
+    yield ScrapeLines.of("penstock_shared_memory_regions", text, "gauge", counts)
+    sizes = [({"kind": kind}, nbytes) for kind, (_, nbytes) in regions.items()]
+    text = "Bytes of these regions"
+    yield ScrapeLines.of("penstock_shared_memory_bytes", text, "gauge", sizes)
 
 
 def _host(host: HostUse) -> Iterator[ScrapeLines]:

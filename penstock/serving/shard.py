@@ -114,6 +114,7 @@ class Shard:
         self._number = number
         self._loop = asyncio.get_running_loop()
         self.table = ShardTable()
+        self.regions = self.table.regions
         self.published = asyncio.Event()
         self._models: dict[int, Model | StagePipeline] = {}
         self._numbers: dict[int, tuple[int, ...]] = {}
@@ -182,6 +183,7 @@ class Shard:
     async def close(self) -> None:
         self._ticker.cancel()
         await asyncio.gather(*(self._retire(number) for number in list(self._models)))
+        self.regions.close_all()
 
     def _open(self, opening: frames.OpenModel) -> None:
         if opening.model in self._models:
@@ -209,6 +211,7 @@ class Shard:
             lambda index: elsewhere.has_idle(slots[index]),
             elsewhere,
             lambda index: elsewhere.num_batches(slots[index]),
+            self.regions,
         )
 
     async def _retire(self, number: int) -> None:

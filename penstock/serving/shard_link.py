@@ -50,6 +50,13 @@ class ShardMemory:
             views = self._views[key] = self._make_views(slab, frame)
         return views
 
+    def input_rows(self, rows: frames.RowRange, frame: frames.Dispatch, index: int) -> memoryview:
+        """Return the memory of an input's rows, to write to."""
+        layout = Layout.of(column_bytes(self._config, frame.row_shapes), frame.capacity)
+        size = layout.row_bytes[index]
+        start = layout.offsets[index] + rows.row * size
+        return self._slabs[rows.slab].view[start : start + rows.count * size]
+
     def _make_views(self, slab: int, frame: frames.Dispatch) -> list[Array]:
         row_shapes = [*frame.row_shapes, *(spec.shape for spec in fixed_outputs(self._config))]
         layout = Layout.of(column_bytes(self._config, frame.row_shapes), frame.capacity)

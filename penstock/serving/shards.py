@@ -27,6 +27,7 @@ from penstock.serving.metrics import ModelMetrics
 from penstock.serving.metrics_record import MetricsRecord, add
 from penstock.serving.model_host import HostBlock, ModelHost
 from penstock.serving.pipeline import stages_of
+from penstock.serving.regions import Region
 from penstock.serving.served import ModelProcess
 from penstock.serving.shard import ModelReading, decode_explanation, decode_readings
 from penstock.serving.shared_page import PageBlocks, PageLayout
@@ -321,6 +322,8 @@ class Shards:
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     # Returns what is published now; the epoch is filled in.
     table: Callable[[], frames.Publish] = lambda: frames.Publish(0, {}, {}, ())
+    # Returns the memory that clients have registered.
+    regions: Callable[[], Sequence[Region]] = lambda: ()
     _epoch: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -334,6 +337,8 @@ class Shards:
     async def open(self, shard: int, session: ShardSession) -> None:
         """Tell a new process of a shard all that it must know."""
         self._sessions[shard] = session
+        for region in self.regions():
+            _send_region(session, region)
         for model in list(self._models.values()):
             await self._ask(session, model.opening)
             model.join(shard, session)
@@ -384,6 +389,19 @@ class Shards:
         """Return when all shards use the table as it is now."""
         await self.ask_all(self._publishing())
 
+    async def open_region(self, region: Region) -> None:
+        """Return when requests to any shard may use a client's memory."""
+        for session in self._sessions.values():
+            _send_region(session, region)
+        await self.publish()
+
+    async def close_regions(self, numbers: Sequence[int]) -> None:
+        """Return when no later request can use this memory of clients."""
+        for session in self._sessions.values():
+            for number in numbers:
+                session.send(frames.CloseRegion(number))
+        await self.publish()
+
     def publish_soon(self) -> None:
         task = asyncio.get_running_loop().create_task(self.publish())
         self._tasks.add(task)
@@ -430,3 +448,8 @@ class Shards:
                 log.error("a shard did not answer in %.0f s; killing it", limit_s)
                 session.kill()
         return None
+
+
+def _send_region(session: ShardSession, region: Region) -> None:
+    fds = () if region.fd is None else (region.fd,)
+    session.send(frames.OpenRegion(region.caller, region.memory), fds)

@@ -198,7 +198,8 @@ class Worker:
         except BaseException as error:  # Any exception of the model's code is the answer to Load.
             self._tell_core(frames.StartFailed(describe_load_error(error, config)))
             return False
-        self._loaded = BatchExecutor(config, runner, ready.proof)
+        may_pin = self.die is not None
+        self._loaded = BatchExecutor(config, runner, ready.proof, may_pin=may_pin)
         if self.on_ready is not None:
             self.on_ready()
         self._watched = model_in(runner)
@@ -264,6 +265,8 @@ class Worker:
             if link.memory is not None and self._loaded is not None and self.die is not None:
                 for memory in link.memory.inputs:
                     self._loaded.pinning_runner.unpin(memory)
+            if self._loaded is not None:
+                self._loaded.regions.close_link(link.number)
             link.close()
 
     def _receive_all(self, fds: Sequence[int]) -> None:
@@ -292,9 +295,24 @@ class Worker:
         elif isinstance(frame, frames.Decline):
             more = None if frame.more is None else _queued(frame.more)
             self._share().passed(link.number, frame.round, more)
-        elif isinstance(frame, frames.MapSlab):
+        else:
+            self._map(link, frame, fds)
+
+    def _map(
+        self,
+        link: ShardLink,
+        frame: frames.Hello | frames.MapSlab | frames.MapRegion | frames.UnmapRegion,
+        fds: Sequence[int],
+    ) -> None:
+        """Map or unmap the memory of a shard, or of its clients."""
+        assert self._loaded is not None
+        if isinstance(frame, frames.MapSlab):
             assert link.memory is not None
             self._pin(link.memory.map_slab(frame.slab, frame.nbytes, fds[0]))
+        elif isinstance(frame, frames.MapRegion):
+            self._loaded.regions.open(frame, fds, link.number)
+        elif isinstance(frame, frames.UnmapRegion):
+            self._loaded.regions.close(frame.region, link.number)
         else:
             self._greet(link, frame, fds)
 
@@ -477,7 +495,8 @@ class Worker:
         except OSError as error:
             if not isinstance(answer, frames.Done):
                 raise
-            part.memory.spill.release(each.offset for some in answer.outputs for each in some)
+            in_spill = (each for some in answer.outputs for each in some if not each.region)
+            part.memory.spill.release(each.offset for each in in_spill)
             text = f"the answer's description does not fit a frame: {error.strerror}"
             part.link.send(frames.BatchFailed(answer.batch, text))
 

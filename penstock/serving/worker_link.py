@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.processes.channel import Datagrams
+from penstock.serving.regions import Region
 from penstock.serving.slab import Segment, Slab
 from penstock.wire import frames
 
@@ -36,6 +37,8 @@ class WorkerLink(Datagrams):
             self.send(frames.encode(hello), (input_spill.fd, self.output_spill.fd))
             undo.pop_all()
         self._num_slabs = 0
+        # Those that the worker has mapped for this shard.
+        self._regions: set[Region] = set()
 
     def map_slabs(self, slabs: Sequence[Slab]) -> None:
         """Map those that are new, of all slabs there are."""
@@ -43,7 +46,21 @@ class WorkerLink(Datagrams):
             self.send(frames.encode(frames.MapSlab(slab.id, slab.seg.nbytes)), (slab.seg.fd,))
         self._num_slabs = len(slabs)
 
+    def map_regions(self, regions: Iterable[Region]) -> None:
+        """Map clients' memory that the worker does not have yet, before a batch that uses it."""
+        for region in regions:
+            if region not in self._regions:
+                self._regions.add(region)
+                region.users.add(self)
+                self.send(frames.encode(region.memory), () if region.fd is None else (region.fd,))
+
+    def unmap_region(self, region: Region) -> None:
+        self._regions.discard(region)
+        self.send(frames.encode(frames.UnmapRegion(region.number)))
+
     def close(self) -> None:
+        for region in self._regions:
+            region.users.discard(self)
         super().close()
         self._sock.close()
         self.output_spill.close()

@@ -33,8 +33,12 @@ class WorkerSpill:
             {extent.name: self._read(extent) for extent in request.inputs} for request in requests
         ]
 
+    def input_of(self, extent: frames.Extent) -> memoryview:
+        """Return the memory of an input, to write to."""
+        return self.input.view[extent.offset : extent.offset + extent.nbytes]
+
     def _read(self, extent: frames.Extent) -> Array:
-        data = self.input.view[extent.offset : extent.offset + extent.nbytes]
+        data = self.input_of(extent)
         values = to_array(Tensor(extent.name, extent.datatype, extent.shape, data))
         if extent.datatype != "BYTES":
             values.flags.writeable = False

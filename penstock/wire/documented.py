@@ -162,6 +162,45 @@ class IndexRow(msgspec.Struct, omit_defaults=True):
     reason: str = ""
 
 
+class SystemRegionBody(msgspec.Struct):
+    """The JSON of a request to register system shared memory."""
+
+    key: str
+    byte_size: int
+    offset: int = 0
+
+
+class RawHandle(msgspec.Struct):
+    """A cudaIpcMemHandle_t in base64."""
+
+    b64: str
+
+
+class CudaRegionBody(msgspec.Struct):
+    """The JSON of a request to register memory of a GPU."""
+
+    raw_handle: RawHandle
+    byte_size: int
+    device_id: int = 0
+
+
+class SystemRegionRow(msgspec.Struct):
+    """A registered region of system shared memory."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+class CudaRegionRow(msgspec.Struct):
+    """A registered region of a GPU's memory."""
+
+    name: str
+    device_id: int
+    byte_size: int
+
+
 class OpenAiModel(msgspec.Struct):
     id: str
     object: str

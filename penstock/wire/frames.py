@@ -9,11 +9,11 @@ the first, OpenFront, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, Stop
     worker → core   WorkerReady, StartFailed, Leaving
-    shard → worker  Hello, MapSlab, Want, Dispatch, Decline, Release
+    shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Release
     worker → shard  Claim, Started, Done, BatchFailed, Leaving
     core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
     front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
-    core → shard    as to a front, and ToPart, AskShard, Leased, Managed
+    core → shard    as to a front, and ToPart, AskShard, Leased, Managed, OpenRegion, CloseRegion
     shard → core    as from a front, and FromPart, ShardAnswer, Lease, Manage
 
 A shard holds requests, and has a socket of its own to each worker; the core is one. A worker merges
@@ -42,11 +42,22 @@ class Frame(msgspec.Struct, array_like=True, gc=False):
 
 
 class Extent(Frame, tag="e"):
-    """A tensor at `offset` of a spill segment; BYTES are in wire form."""
+    """A tensor at `offset` of a spill segment; BYTES are in wire form. An output with a `region`
+    was written to that client's memory instead, where its request wanted it."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    region: int = 0
+
+
+class RegionSpan(Frame, tag="s"):
+    """A tensor at `offset` of a region: memory that a client has registered."""
+
+    name: str
+    region: int
     offset: int
     nbytes: int
 
@@ -69,6 +80,10 @@ class RequestPart(Frame, tag="p"):
     parameters: dict[str, Parameter] = {}
     # Length of the padded axes without padding; 0: nothing is padded.
     length: int = 0
+    # Inputs that the worker reads from clients' memory, into the rows or extents of the request;
+    # and outputs that it writes there.
+    reads: tuple[RegionSpan, ...] = ()
+    writes: tuple[RegionSpan, ...] = ()
 
 
 class Proof(Frame, tag="prf"):
@@ -126,6 +141,26 @@ class MapSlab(Frame, tag="map"):
     nbytes: int
 
 
+class MapRegion(Frame, tag="mapr"):
+    """Memory of a client that batches read or write: `nbytes` at `offset` of the file whose
+    descriptor comes along. `is_sealed`: the file cannot shrink. With a `handle`, it is memory of
+    the GPU with this number instead, and there is no descriptor."""
+
+    region: int
+    name: str
+    offset: int
+    nbytes: int
+    is_sealed: bool = False
+    handle: bytes = b""
+    device: int = 0
+
+
+class UnmapRegion(Frame, tag="unm"):
+    """No batch of this shard will use the region any more."""
+
+    region: int
+
+
 class Want(Frame, tag="want"):
     """What a shard has queued and could give now, as in `serving.shares.Queued`; the worker answers
     with a Claim when a slot is free."""
@@ -163,6 +198,8 @@ class Dispatch(Frame, tag="run"):
     more: Want | None = None
     # Number of a batch with arrays of this process (`serving.held_rows`); 0: it has none.
     held: int = 0
+    # Whether any of `requests` has `reads` or `writes`.
+    has_regions: bool = False
 
 
 class Decline(Frame, tag="pass"):
@@ -301,6 +338,8 @@ class OpenFront(Frame, tag="open"):
     shares: dict[bytes, float] = {}
     # For a shard that answers gRPC; a fourth descriptor is the listener for it.
     grpc: GrpcConfig | None = None
+    # For a shard: whether clients may register shared memory.
+    allows_regions: bool = False
 
 
 class SetKeys(Frame, tag="keys"):
@@ -541,6 +580,20 @@ class Publish(Frame, tag="pub"):
     awaited: tuple[str, ...]
 
 
+class OpenRegion(Frame, tag="opr"):
+    """A client has registered shared memory: the digest of the API key that owns it, and how
+    workers map it. The descriptor of its file comes along, if it has one."""
+
+    caller: bytes
+    memory: MapRegion
+
+
+class CloseRegion(Frame, tag="clr"):
+    """A region is registered no more; requests that use it are still answered."""
+
+    region: int
+
+
 class DrainModel(Frame, tag="drm"):
     """Answer when everything that the model has admitted is answered."""
 
@@ -619,10 +672,10 @@ class ShardAnswer(Frame, tag="anss"):
 
 ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
-ShardToWorker = Hello | MapSlab | Want | Dispatch | Decline | Release
+ShardToWorker = Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
 FromShard = FromPart | ShardAnswer | Lease | Manage
-ToShard = ToPart | AskShard | Release | Leased | Managed
+ToShard = ToPart | AskShard | Release | Leased | Managed | OpenRegion | CloseRegion
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
 ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
 

@@ -13,6 +13,7 @@ import numpy as np
 from penstock.errors import InvalidRequest
 from penstock.types import (
     DATATYPES,
+    REGION,
     Array,
     Buffer,
     ReplySink,
@@ -30,6 +31,7 @@ MAX_FORMS = 1024
 MAX_FORM_BYTES = 4096
 
 
+NAMES_REGION = b'"%b"' % REGION.encode()
 _ID_KEY = b'{"id":'
 _ID = _ID_KEY + b'"'
 
@@ -65,7 +67,8 @@ class Codec:
         in all follow it and the form is known."""
         id, rest = _split_id(head)
         form = self._forms.get(rest)
-        return None if form is None or form.num_bytes != num_tail else (id, form)
+        is_usable = form is not None and form.num_bytes == num_tail and not form.uses_regions
+        return (id, form) if form is not None and is_usable else None
 
     def _decode_json(self, body: Buffer, sink: ReplySink, received: float) -> Request:
         if len(body) > MAX_FORM_BYTES:
@@ -80,6 +83,9 @@ class Codec:
             request = form.fill_json(id, rest[start:end], sink, received)
             if request is not None:
                 return request
+        if NAMES_REGION in rest:
+            # Without data there is nothing to cut out.
+            return self.decode_infer(body, len(body), sink, received)
         wire, request = read_infer(body, memoryview(b""), sink, received)
         if is_plain(wire, id, around) and has_one_list(wire, rest[start:end], around):
             self._remember(around, request)

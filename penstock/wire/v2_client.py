@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from penstock.errors import BackendFailed
-from penstock.types import Array, Tensor, from_array, to_array
+from penstock.types import Array, RequestedOutput, Tensor, from_array, to_array
+from penstock.wire.v2_templates import region_parameters
 
 HEAD_LENGTH = "Inference-Header-Content-Length"
 
@@ -29,7 +30,9 @@ class Values(msgspec.Struct, array_like=True):
 
 
 class _Parameters(msgspec.Struct):
-    binary_data_size: int
+    # None: the tensor is in shared memory, and has this many bytes there.
+    binary_data_size: int | None = None
+    shared_memory_byte_size: int = 0
 
 
 class _BinaryOutput(msgspec.Struct):
@@ -47,23 +50,34 @@ class _BinaryAnswer(msgspec.Struct):
 _answers = msgspec.json.Decoder(_BinaryAnswer)
 
 
-def encode_infer(tensors: Sequence[Tensor | Values]) -> tuple[int, bytes]:
-    """Return the head's length and the whole binary request, which asks for binary outputs."""
+def encode_infer(
+    tensors: Sequence[Tensor | Values], outputs: Sequence[RequestedOutput] = ()
+) -> tuple[int, bytes]:
+    """Return the head's length and the whole binary request, which asks for binary outputs; for all
+    of them, unless `outputs` names some."""
     inputs = [
         {
             "name": each.name,
             "datatype": each.datatype,
             "shape": list(each.shape),
-            "parameters": {"binary_data_size": len(each.data)},
+            "parameters": {"binary_data_size": len(each.data)}
+            if isinstance(each, Values) or each.place is None
+            else region_parameters(each.place),
         }
         for each in tensors
     ]
-    head = msgspec.json.encode({"inputs": inputs, "parameters": {"binary_data_output": True}})
+    body: dict[str, object] = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    if outputs:
+        body["outputs"] = outputs
+    head = msgspec.json.encode(body)
     return len(head), head + b"".join(each.data for each in tensors)
 
 
-def decode_answer(head_length: int, body: bytes) -> dict[str, Array]:
-    """Return outputs by name from an answer whose tensors are all binary."""
+def decode_answer(
+    head_length: int, body: bytes, places: Mapping[str, memoryview] | None = None
+) -> dict[str, Array]:
+    """Return outputs by name from an answer whose tensors are all binary, or in shared memory at
+    these places."""
     try:
         answer = _answers.decode(body[:head_length])
     except msgspec.DecodeError as error:
@@ -71,8 +85,13 @@ def decode_answer(head_length: int, body: bytes) -> dict[str, Array]:
     found = {}
     position = head_length
     for each in answer.outputs:
-        end = position + each.parameters.binary_data_size
-        tensor = Tensor(each.name, each.datatype, tuple(each.shape), body[position:end])
-        found[each.name] = to_array(tensor)
-        position = end
+        nbytes = each.parameters.binary_data_size
+        if nbytes is not None:
+            data = memoryview(body)[position : position + nbytes]
+            position += nbytes
+        elif places is not None and each.name in places:
+            data = places[each.name][: each.parameters.shared_memory_byte_size]
+        else:
+            raise BackendFailed(f"the server's answer has no data for output '{each.name}'")
+        found[each.name] = to_array(Tensor(each.name, each.datatype, tuple(each.shape), data))
     return found

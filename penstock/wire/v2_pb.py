@@ -14,8 +14,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import BackendFailed, InvalidRequest, TooLarge, Unsupported
+from penstock.errors import BackendFailed, InvalidRequest, TooLarge
 from penstock.types import (
+    REGION,
+    REGION_BYTES,
     Array,
     Buffer,
     Parameter,
@@ -34,8 +36,10 @@ from penstock.wire.v2_request import (
     check_outputs,
     check_shape,
     known_datatype,
+    region_input,
     wrong_input,
 )
+from penstock.wire.v2_templates import region_parameters
 
 # Protobuf's generated classes have no types.
 Proto: TypeAlias = Any
@@ -130,13 +134,19 @@ def decode_infer(
     if len(message.id) > MAX_ID or len(message.parameters) > MAX_PARAMETERS:
         limits = f"{MAX_ID} characters and {MAX_PARAMETERS} parameters"
         raise TooLarge(f"the id or the parameters are too large; expected at most {limits}")
-    for item in message.inputs:
-        if "shared_memory_region" in item.parameters:
-            raise Unsupported(f"input '{item.name}': shared memory regions are not supported")
-    inputs = _raw(message, raw) if raw else _typed(message)
+    placed = {
+        index: _region_tensor(item)
+        for index, item in enumerate(message.inputs)
+        if item.parameters and REGION in item.parameters
+    }
+    items = [item for index, item in enumerate(message.inputs) if index not in placed]
+    inputs = _raw(items, raw) if raw else _typed(items)
+    for index, tensor in placed.items():
+        inputs.insert(index, tensor)
     outputs = [RequestedOutput(o.name, _parameters(o.parameters)) for o in message.outputs]
-    check_outputs(outputs)
+    has_places = check_outputs(outputs)
     request = Request(sink, inputs, received, id=message.id, outputs=outputs)
+    request.uses_regions = has_places or bool(placed)
     if message.parameters:
         parameters = _parameters(message.parameters)
         # Every request has exactly one answer here, the final one.
@@ -161,8 +171,16 @@ def _parameters(wire: Mapping[str, Proto]) -> dict[str, Parameter]:
     return parameters
 
 
-def _raw(message: Proto, contents: Sequence[Buffer]) -> list[Tensor]:
-    inputs = message.inputs
+def _region_tensor(item: Proto) -> Tensor:
+    if item.HasField("contents"):
+        text = "has both contents and a shared memory region; expected one of them"
+        raise wrong_input(item.name, text)
+    shape, parameters = tuple(item.shape), _parameters(item.parameters)
+    place = region_input(item.name, shape, item.datatype, parameters)
+    return Tensor(item.name, item.datatype, shape, b"", place)
+
+
+def _raw(inputs: Sequence[Proto], contents: Sequence[Buffer]) -> list[Tensor]:
     for item in inputs:
         if item.HasField("contents"):
             text = "contents field must not be specified when using raw_input_contents"
@@ -187,10 +205,10 @@ def _raw(message: Proto, contents: Sequence[Buffer]) -> list[Tensor]:
     return tensors
 
 
-def _typed(message: Proto) -> list[Tensor]:
+def _typed(inputs: Sequence[Proto]) -> list[Tensor]:
     tensors: list[Tensor] = []
     left = MAX_TYPED
-    for item in message.inputs:
+    for item in inputs:
         data = _pack(item, left)
         left -= num_elements(item.shape)
         tensors.append(Tensor(item.name, item.datatype, tuple(item.shape), data))
@@ -239,22 +257,41 @@ def _packed(item: Proto, nbytes: int) -> bytes:
 # The client's side.
 
 
-def make_infer(model: str, version: str, tensors: Sequence[Tensor]) -> Proto:
+def make_infer(
+    model: str,
+    version: str,
+    tensors: Sequence[Tensor],
+    outputs: Sequence[RequestedOutput] = (),
+) -> Proto:
     inputs = service_pb2.ModelInferRequest.InferInputTensor
-    return service_pb2.ModelInferRequest(
+    asked = service_pb2.ModelInferRequest.InferRequestedOutputTensor
+    message = service_pb2.ModelInferRequest(
         model_name=model,
         model_version=version,
         inputs=[inputs(name=t.name, datatype=t.datatype, shape=t.shape) for t in tensors],
-        raw_input_contents=[bytes(tensor.data) for tensor in tensors],
+        outputs=[asked(name=output.name) for output in outputs],
+        raw_input_contents=[bytes(tensor.data) for tensor in tensors if tensor.place is None],
     )
+    for tensor, described in zip(tensors, message.inputs, strict=True):
+        if tensor.place is not None:
+            for key, value in region_parameters(tensor.place).items():
+                set_parameter(described.parameters[key], value)
+    for output, named in zip(outputs, message.outputs, strict=True):
+        for key, given in output.parameters.items():
+            set_parameter(named.parameters[key], given)
+    return message
 
 
-def read_answer(message: Proto) -> dict[str, Array]:
-    """Return the outputs of a ModelInferResponse by name; BackendFailed if they are not raw."""
+def read_answer(message: Proto, places: Mapping[str, memoryview] | None = None) -> dict[str, Array]:
+    """Return the outputs of a ModelInferResponse by name, some of which may be in shared memory at
+    these places; BackendFailed if they are not raw."""
     outputs, contents = message.outputs, message.raw_output_contents
     if len(outputs) != len(contents):
         raise BackendFailed("the server's answer cannot be read: its tensors are not raw")
     found = {}
-    for item, data in zip(outputs, contents, strict=True):
+    for item, raw in zip(outputs, contents, strict=True):
+        data = raw
+        if places and REGION in item.parameters:
+            data = places[item.name][: item.parameters[REGION_BYTES].int64_param]
         found[item.name] = to_array(Tensor(item.name, item.datatype, tuple(item.shape), data))
     return found

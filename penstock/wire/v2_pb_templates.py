@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from penstock.types import Buffer, ReplySink, Request, Response, Tensor
+from penstock.types import Buffer, RegionPlace, ReplySink, Request, Response, Tensor
 from penstock.wire.v2_pb import RAW_INPUT, Proto, decode_infer, set_parameter
+from penstock.wire.v2_templates import region_parameters
 
 # Cached forms, by the length of their messages, and forms of the same length.
 MAX_FORMS = 256
@@ -55,26 +56,32 @@ class InferForm:
         "model_name",
         "model_version",
         "outputs",
+        "uses_regions",
     )
 
     def __init__(self, message: Proto, request: Request, prefix: bytes) -> None:
         self.model_name: str = message.model_name
         self.model_version: str = message.model_version
         self.outputs = request.outputs
+        self.uses_regions = request.uses_regions
         self._prefix, self._prefix_bytes = prefix, len(prefix)
         # The bytes before each tensor but the first, whose own are in the prefix.
         self._heads: list[tuple[int, int, bytes]] = []
-        self._inputs: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        self._inputs: list[tuple[str, str, tuple[int, ...], int, int, RegionPlace | None]] = []
         position = len(prefix)
+        is_first = True
         for tensor in request.inputs:
-            nbytes = len(tensor.data)
-            if self._inputs:
+            nbytes, form = len(tensor.data), (tensor.name, tensor.datatype, tensor.shape)
+            if tensor.place is not None:
+                self._inputs.append((*form, position, position, tensor.place))
+                continue
+            if not is_first:
                 head = _RAW_INPUT + varint(nbytes)
                 self._heads.append((position, position + len(head), head))
                 position += len(head)
             end = position + nbytes
-            self._inputs.append((tensor.name, tensor.datatype, tensor.shape, position, end))
-            position = end
+            self._inputs.append((*form, position, end, None))
+            position, is_first = end, False
 
     def fits(self, data: Buffer) -> bool:
         """Tell whether a message of the right length has this form."""
@@ -84,11 +91,12 @@ class InferForm:
 
     def fill(self, data: Buffer, sink: ReplySink, received: float) -> Request:
         inputs = [
-            Tensor(name, datatype, shape, data[start:end])
-            for name, datatype, shape, start, end in self._inputs
+            Tensor(name, datatype, shape, data[start:end], place)
+            for name, datatype, shape, start, end, place in self._inputs
         ]
         request = Request(sink, inputs, received, outputs=self.outputs)
         request.form = self
+        request.uses_regions = self.uses_regions
         return request
 
 
@@ -112,15 +120,16 @@ class PbCodec:
         """Decode a message whose form is not known, and remember its form if it is a plain one.
         `message` and `raw` are what `parse_infer` returned for `data`."""
         request = decode_infer(message, sink, received, raw)
-        if raw and not message.id and not message.parameters:
+        if (raw or _is_all_placed(request)) and not message.id and not message.parameters:
             self._remember(message, request, data)
         return request
 
     def _remember(self, message: Proto, request: Request, data: Buffer) -> None:
-        if any(output.parameters for output in request.outputs):
+        if any(output.parameters and output.place is None for output in request.outputs):
             return
-        tails = [_RAW_INPUT + varint(len(tensor.data)) for tensor in request.inputs]
-        num_tail = sum(len(tensor.data) for tensor in request.inputs) + sum(map(len, tails))
+        sent = [len(tensor.data) for tensor in request.inputs if tensor.place is None]
+        tails = [_RAW_INPUT + varint(nbytes) for nbytes in sent] or [b""]
+        num_tail = sum(sent) + sum(map(len, tails))
         start = len(data) - num_tail
         if not 0 <= start <= MAX_FORM_BYTES:
             return
@@ -152,6 +161,11 @@ class PbCodec:
         return parts
 
 
+def _is_all_placed(request: Request) -> bool:
+    """Whether all inputs are in a client's memory."""
+    return request.uses_regions and all(each.place is not None for each in request.inputs)
+
+
 def stream_answer(parts: Sequence[Buffer]) -> list[Buffer]:
     """Return the parts of a ModelStreamInferResponse with this, final, ModelInferResponse."""
     length = sum(map(len, parts)) + len(FINAL)
@@ -176,6 +190,10 @@ def _encode_head(response: Response) -> bytes:
         model_version=response.model_version,
         outputs=[output(name=t.name, datatype=t.datatype, shape=t.shape) for t in response.outputs],
     )
+    for tensor, described in zip(response.outputs, message.outputs, strict=True):
+        if tensor.place is not None:
+            for key, each in region_parameters(tensor.place).items():
+                set_parameter(described.parameters[key], each)
     for name, value in (response.parameters or {}).items():
         set_parameter(message.parameters[name], value)
     data: bytes = message.SerializeToString()

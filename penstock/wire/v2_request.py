@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 import msgspec
@@ -17,10 +17,14 @@ from penstock.config import ModelConfig
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.types import (
     DATATYPES,
+    REGION,
+    REGION_BYTES,
+    REGION_OFFSET,
     Array,
     Buffer,
     Datatype,
     Parameter,
+    RegionPlace,
     ReplySink,
     Request,
     RequestedOutput,
@@ -88,18 +92,22 @@ def _make_request(wire: InferBody, tail: memoryview, sink: ReplySink, received: 
     inputs: list[Tensor] = []
     position = 0
     for item in wire.inputs:
-        if item.parameters:
-            position, data = _binary(item, tail, position)
-        else:
+        place = None
+        if not item.parameters:
             data = _from_json(item)
-        inputs.append(Tensor(item.name, item.datatype, item.shape, data))
+        elif REGION in item.parameters:
+            data, place = b"", _region_input(item)
+        else:
+            position, data = _binary(item, tail, position)
+        inputs.append(Tensor(item.name, item.datatype, item.shape, data, place))
     if position != len(tail):
         raise InvalidRequest(
             f"unexpected additional input data: {len(tail) - position} bytes are left behind "
             f"the last binary tensor"
         )
     request = Request(sink, inputs, received, id=wire.id, outputs=wire.outputs)
-    check_outputs(wire.outputs)
+    has_places = check_outputs(wire.outputs)
+    request.uses_regions = has_places or any(each.place is not None for each in inputs)
     if wire.parameters:
         apply_parameters(request, wire.parameters)
     return request
@@ -151,8 +159,6 @@ def has_one_list(wire: InferBody, data: bytes, around: bytes) -> bool:
 
 def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]:
     """Return the data of an input with parameters, usually `binary_data_size`."""
-    if "shared_memory_region" in item.parameters:
-        raise Unsupported(f"input '{item.name}': shared memory regions are not supported")
     size = item.parameters.get("binary_data_size")
     if size is None:
         return position, _from_json(item)
@@ -167,6 +173,37 @@ def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]
         raise wrong_input(item.name, f"binary_data_size {size} but {left}")
     check_shape(item.name, item.shape)
     return end, tail[position:end]
+
+
+def _region_input(item: _Input) -> RegionPlace:
+    if item.data or "binary_data_size" in item.parameters:
+        text = "has both data and a shared memory region; expected one of them"
+        raise wrong_input(item.name, text)
+    return region_input(item.name, item.shape, item.datatype, item.parameters)
+
+
+def region_input(
+    name: str, shape: Sequence[int], datatype: str, parameters: Mapping[str, Parameter]
+) -> RegionPlace:
+    """Return the place that the parameters of an input name, in a client's shared memory."""
+    known_datatype(name, datatype)
+    check_shape(name, shape)
+    return read_place(f"input '{name}'", parameters)
+
+
+def read_place(where: str, parameters: Mapping[str, Parameter]) -> RegionPlace:
+    """Read the place of a tensor; InvalidRequest begins with `where`."""
+    region = parameters[REGION]
+    if not isinstance(region, str) or not region:
+        raise InvalidRequest(f"{where}: {REGION} must be the name of a region, got {region!r:.40}")
+    size, offset = parameters.get(REGION_BYTES), parameters.get(REGION_OFFSET, 0)
+    if size is None:
+        raise InvalidRequest(f"{where}: {REGION} needs {REGION_BYTES} too")
+    for key, value in ((REGION_BYTES, size), (REGION_OFFSET, offset)):
+        if not _is_count(value) or value > MAX_SHAPE:
+            raise InvalidRequest(f"{where}: {key} must be a number of bytes, got {value!r:.40}")
+    assert _is_count(size) and _is_count(offset)
+    return RegionPlace(region, offset, size)
 
 
 def _from_json(item: _Input) -> Buffer:
@@ -272,19 +309,26 @@ def check_shape(name: str, shape: Sequence[int]) -> None:
         raise wrong_input(name, f"shape {list(shape)} is too large")
 
 
-def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
+def check_outputs(outputs: Sequence[RequestedOutput]) -> bool:
+    """Check the requested outputs; return whether any has a place in a client's memory."""
     seen: set[str] = set()
+    has_places = False
     for output in outputs:
         if output.name in seen:
             raise InvalidRequest(f"output '{output.name}' already exists in request")
         seen.add(output.name)
         if output.parameters:
             _check_output(output)
+            has_places = has_places or REGION in output.parameters
+    return has_places
 
 
 def _check_output(output: RequestedOutput) -> None:
-    if "shared_memory_region" in output.parameters:
-        raise Unsupported(f"output '{output.name}': shared memory regions are not supported")
+    if REGION in output.parameters:
+        read_place(f"output '{output.name}'", output.parameters)
+        if "classification" in output.parameters:
+            text = "classes cannot be written to shared memory; ask for one of them"
+            raise InvalidRequest(f"output '{output.name}': {text}")
     where = f"output '{output.name}': parameter"
     classes = output.parameters.get("classification", 1)
     if not _is_count(classes) or classes < 1:

@@ -14,9 +14,13 @@ import numpy as np
 from penstock.errors import InvalidRequest
 from penstock.types import (
     DATATYPES,
+    REGION,
+    REGION_BYTES,
+    REGION_OFFSET,
     Buffer,
     Datatype,
     Parameter,
+    RegionPlace,
     ReplySink,
     Request,
     Response,
@@ -47,7 +51,7 @@ class _Output(msgspec.Struct, omit_defaults=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: dict[str, int] | None = None
+    parameters: dict[str, str | int] | None = None
     data: msgspec.Raw | None = None
 
 
@@ -66,7 +70,7 @@ class InferTemplate:
 
     __slots__ = (
         "_inputs", "_pack", "_parameters", "_priority", "_read_list", "_timeout_s", "num_bytes",
-        "outputs", "prefers_binary",
+        "outputs", "prefers_binary", "uses_regions",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -75,9 +79,10 @@ class InferTemplate:
         self._parameters = request.parameters
         self._priority = request.priority
         self._timeout_s = request.timeout_s
-        self._inputs = [(t.name, t.datatype, t.shape, len(t.data)) for t in request.inputs]
+        self.uses_regions = request.uses_regions
+        self._inputs = [(t.name, t.datatype, t.shape, len(t.data), t.place) for t in request.inputs]
         self.num_bytes = sum(len(t.data) for t in request.inputs)
-        _, name, _, nbytes = self._inputs[0]
+        _, name, _, nbytes, _ = self._inputs[0]
         if name in FORMATS:
             self._read_list = flat_lists[DATATYPES[name].numpy.kind]
             self._pack = packer(DATATYPES[name], nbytes).pack
@@ -86,9 +91,9 @@ class InferTemplate:
         """Make a request of this form; None if the tensors after the JSON have other sizes."""
         inputs: list[Tensor] = []
         start = 0
-        for name, datatype, shape, nbytes in self._inputs:
+        for name, datatype, shape, nbytes, place in self._inputs:
             end = start + nbytes
-            inputs.append(Tensor(name, datatype, shape, tail[start:end]))
+            inputs.append(Tensor(name, datatype, shape, tail[start:end], place))
             start = end
         if start != len(tail):
             return None
@@ -100,7 +105,7 @@ class InferTemplate:
         """Make a request of this form whose tensors lie in several places."""
         inputs = [
             Tensor(name, datatype, shape, data)
-            for (name, datatype, shape, _), data in zip(self._inputs, parts, strict=True)
+            for (name, datatype, shape, _, _), data in zip(self._inputs, parts, strict=True)
         ]
         return self._make(id, inputs, sink, received)
 
@@ -111,6 +116,7 @@ class InferTemplate:
         request.priority = self._priority
         request.timeout_s = self._timeout_s
         request.prefers_binary = self.prefers_binary
+        request.uses_regions = self.uses_regions
         return request
 
     def fill_json(self, id: str, data: bytes, sink: ReplySink, received: float) -> Request | None:
@@ -123,21 +129,29 @@ class InferTemplate:
 
 
 class AnswerTemplate:
-    """The JSON of answers: literal pieces, with the data of the non-binary outputs between them."""
+    """The JSON of answers: literal pieces, with the data of the outputs that are JSON between them.
+    Outputs in a client's memory have no data."""
 
-    __slots__ = ("_pieces", "_wants_binary")
+    __slots__ = ("_is_json", "_pieces", "_wants_binary")
 
     def __init__(self, request: Request, response: Response) -> None:
         asked, is_binary = request.outputs, request.prefers_binary
         self._wants_binary = [
-            bool(asked[index].parameters.get("binary_data", is_binary)) if asked else is_binary
-            for index in range(len(response.outputs))
+            tensor.place is None
+            and (
+                bool(asked[index].parameters.get("binary_data", is_binary)) if asked else is_binary
+            )
+            for index, tensor in enumerate(response.outputs)
+        ]
+        self._is_json = [
+            tensor.place is None and not wants_binary
+            for tensor, wants_binary in zip(response.outputs, self._wants_binary, strict=True)
         ]
         outputs = [
-            _Output(t.name, t.datatype, t.shape, {"binary_data_size": len(t.data)})
-            if wants_binary
-            else _Output(t.name, t.datatype, t.shape, None, _HOLE)
-            for t, wants_binary in zip(response.outputs, self._wants_binary, strict=True)
+            _Output(t.name, t.datatype, t.shape, None, _HOLE)
+            if is_json
+            else _Output(t.name, t.datatype, t.shape, _output_parameters(t))
+            for t, is_json in zip(response.outputs, self._is_json, strict=True)
         ]
         answer = _InferAnswer(response.model_name, response.model_version, outputs)
         if response.parameters is not None:
@@ -148,16 +162,30 @@ class AnswerTemplate:
         """Encode an answer; `id` is its start: a brace, and the id if there is one."""
         pieces = self._pieces
         if len(pieces) == 1:
-            return id + pieces[0], [tensor.data for tensor in response.outputs]
+            tail = [t.data for t in response.outputs if t.place is None]
+            return id + pieces[0], tail
         parts = [id, pieces[0]]
-        tail: list[Buffer] = []
-        for tensor, wants_binary in zip(response.outputs, self._wants_binary, strict=True):
+        tail = []
+        flags = zip(response.outputs, self._wants_binary, self._is_json, strict=True)
+        for tensor, wants_binary, is_json in flags:
             if wants_binary:
                 tail.append(tensor.data)
-            else:
+            elif is_json:
                 parts.append(_to_json(tensor))
                 parts.append(pieces[len(parts) // 2])
         return b"".join(parts), tail
+
+
+def region_parameters(place: RegionPlace) -> dict[str, str | int]:
+    """Return the parameters of a tensor in a client's memory."""
+    named: dict[str, str | int] = {REGION: place.region, REGION_BYTES: place.nbytes}
+    return {**named, REGION_OFFSET: place.offset} if place.offset else named
+
+
+def _output_parameters(tensor: Tensor) -> dict[str, str | int]:
+    if tensor.place is not None:
+        return region_parameters(tensor.place)
+    return {"binary_data_size": len(tensor.data)}
 
 
 def encode_answer(request: Request, response: Response) -> tuple[bytes, list[Buffer]]:

@@ -119,6 +119,42 @@ class TestPipeline:
         # The answers have a pinned buffer in any case.
         assert gpu.num_pinned - num_before == (1 if is_direct else 2)
 
+    @pytest.mark.parametrize("row_bytes", [12, 64 << 10], ids=["small rows", "large rows"])
+    @pytest.mark.parametrize("has_rows", [True, False])
+    def test_only_the_device_reads_foreign_memory(self, monkeypatch, row_bytes, has_rows):
+        """What is beside it may be staged; the CPU could fault on memory of another process."""
+        slabs = [memoryview(bytearray(2 * row_bytes)) for _ in range(3)]
+        running = Pipeline(FakeGpu(), lambda inputs: {"y": inputs["x"] + inputs["z"]}, 1, False)
+        assert running.pin_foreign(slabs[1])
+        arrays = [np.frombuffer(slab, np.float32).reshape(2, -1) for slab in slabs]
+        for number, array in enumerate(arrays):
+            array[...] = np.arange(array.size).reshape(array.shape) + 1000 * number
+        own, foreign, other = map(alias, arrays)
+        pieces = [{"x": own, "z": other}, {"x": foreign, "z": own}, {"x": other, "z": own}]
+        pieces = pieces if has_rows else pieces[1:2]
+        read_by_cpu, copy = [], torch.Tensor.copy_
+
+        def noted(target, source, non_blocking=False):
+            if not non_blocking:
+                read_by_cpu.append(source.data_ptr())
+            return copy(target, source, non_blocking)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", noted)
+        count = len(pieces) * 2
+        found = answers(
+            running.start(pieces, count if has_rows else None, count if has_rows else 1)
+        )
+        expected = torch.cat([piece["x"] + piece["z"] for piece in pieces])
+        np.testing.assert_array_equal(found["y"], expected)
+        assert own.data_ptr() in read_by_cpu, "it is not pinned"
+        assert foreign.data_ptr() not in read_by_cpu
+        running.unpin(slabs[1])
+        answers(running.start(pieces, count if has_rows else None, count if has_rows else 1))
+        assert foreign.data_ptr() in read_by_cpu, "it is memory like any other now"
+
+    def test_foreign_memory_that_cannot_be_pinned_is_refused(self):
+        assert not pipeline(FakeGpu(may_pin=False)).pin_foreign(memoryview(bytearray(100)))
+
     def test_memory_that_was_unpinned_is_staged_again(self):
         gpu = FakeGpu()
         running = pipeline(gpu)

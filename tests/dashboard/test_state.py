@@ -46,7 +46,7 @@ def state_of(server: PageServer, **headers: str) -> dict:
 def test_models_come_by_name_with_the_newest_version_first(server: PageServer) -> None:
     state = state_of(server)
     assert (state["name"], state["needs_key"]) == ("penstock", False)
-    assert state["scopes"] == ["infer", "metrics", "admin"]
+    assert state["scopes"] == ["infer", "metrics", "shared_memory", "admin"]
     rows = [(each["name"], each["version"], each["state"]) for each in state["models"]]
     ready = "READY"
     assert rows[0] == ("broken", "", "UNAVAILABLE")

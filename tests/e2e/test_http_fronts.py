@@ -27,7 +27,7 @@ KEYS = """
 [[key]]
 name = "all"
 secret = "sixteen characters"
-scopes = ["infer", "metrics", "admin"]
+scopes = ["infer", "metrics", "shared_memory", "admin"]
 [[key]]
 name = "users"
 secret = "fifteen and some"

@@ -21,7 +21,7 @@ from schemathesis.checks import load_all_checks  # noqa: E402
 from schemathesis.specs.openapi import checks as openapi_checks  # noqa: E402
 
 SECRET = "a-secret-of-all-scopes"
-KEYS = f'[[key]]\nsecret = "{SECRET}"\nscopes = ["infer", "metrics", "admin"]\n'
+KEYS = f'[[key]]\nsecret = "{SECRET}"\nscopes = ["infer", "metrics", "shared_memory", "admin"]\n'
 MODELS = ("digits", "text_length", NAME)
 MAX_EXAMPLES = 6
 pytestmark = pytest.mark.slow
@@ -52,6 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = root / "keys.toml"
     keys.write_text(KEYS)
     flags = ["--model-control-mode", "explicit", "--load-model", "*", "--api-keys", str(keys)]
+    flags.append("--shared-memory")
     with Served(repository, *flags) as running:
         yield running
 

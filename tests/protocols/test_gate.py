@@ -157,7 +157,8 @@ def test_a_message_of_http_1_0_may_have_no_host():
             f'[[key]]\nsecret = "{SECRET}"\nscopes = ["root"]\n',
             [
                 "key[0].secret",
-                "key[1].scopes: expected a list of some of infer, metrics, admin; 'root'",
+                "key[1].scopes: expected a list of some of infer, metrics, shared_memory, admin; "
+                "'root'",
             ],
         ),
         (

@@ -64,16 +64,16 @@ SCOPES = {
     "/metrics": "metrics",
     "/v2/trace/setting": "admin",
     "/v2/logging": "admin",
-    "/v2/systemsharedmemory/status": "admin",
-    "/v2/systemsharedmemory/unregister": "admin",
-    "/v2/systemsharedmemory/region/{region}/status": "admin",
-    "/v2/systemsharedmemory/region/{region}/register": "admin",
-    "/v2/systemsharedmemory/region/{region}/unregister": "admin",
-    "/v2/cudasharedmemory/status": "admin",
-    "/v2/cudasharedmemory/unregister": "admin",
-    "/v2/cudasharedmemory/region/{region}/status": "admin",
-    "/v2/cudasharedmemory/region/{region}/register": "admin",
-    "/v2/cudasharedmemory/region/{region}/unregister": "admin",
+    "/v2/systemsharedmemory/status": "shared_memory",
+    "/v2/systemsharedmemory/unregister": "shared_memory",
+    "/v2/systemsharedmemory/region/{region}/status": "shared_memory",
+    "/v2/systemsharedmemory/region/{region}/register": "shared_memory",
+    "/v2/systemsharedmemory/region/{region}/unregister": "shared_memory",
+    "/v2/cudasharedmemory/status": "shared_memory",
+    "/v2/cudasharedmemory/unregister": "shared_memory",
+    "/v2/cudasharedmemory/region/{region}/status": "shared_memory",
+    "/v2/cudasharedmemory/region/{region}/register": "shared_memory",
+    "/v2/cudasharedmemory/region/{region}/unregister": "shared_memory",
     "/v1/completions": "infer",
     "/v1/chat/completions": "infer",
     "/v1/embeddings": "infer",
@@ -114,7 +114,9 @@ RPCS = {
     "/grpc.health.v1.Health/Check": "/v2/health/ready",
     "/grpc.health.v1.Health/Watch": "/v2/health/ready",
 }
-SECRETS = {scope: f"secret-of-{scope}".encode() for scope in ("infer", "metrics", "admin")}
+SECRETS = {
+    scope: f"secret-of-{scope}".encode() for scope in ("infer", "metrics", "shared_memory", "admin")
+}
 KEYS = Keys({digest_secret(secret): frozenset([scope]) for scope, secret in SECRETS.items()})
 
 

@@ -49,6 +49,12 @@ ANSWERED = {
     "RepositoryIndex",
     "RepositoryModelLoad",
     "RepositoryModelUnload",
+    "SystemSharedMemoryStatus",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+    "CudaSharedMemoryStatus",
+    "CudaSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
 }
 SECRETS = {scope: f"the secret for {scope}" for scope in ("infer", "admin", "metrics")}
 GATE = Gate(
@@ -119,6 +125,12 @@ class Core:
                     b'{"name":"b","state":"UNAVAILABLE","reason":"why"},{"name":"c"}]'
                 )
             case "load" | "unload":
+                return b""
+            case "system_shared_memory_status":
+                return b'[{"name":"r","key":"/k","offset":64,"byte_size":4}]'
+            case "cuda_shared_memory_status":
+                return b'[{"name":"g","device_id":1,"byte_size":8}]'
+            case _ if "shared_memory" in kind:
                 return b""
         raise AssertionError(kind)
 
@@ -268,6 +280,36 @@ async def test_every_method_is_answered_or_says_that_it_is_not(name: str):
         code, text = await client.refusal(call(b""))
         assert code == grpc.StatusCode.UNIMPLEMENTED
         assert "not supported by this server" in text
+
+
+async def test_shared_memory_is_a_map_of_regions_and_calls_name_them():
+    core = Core()
+    async with serving(core) as client:
+        pb, v2 = service_pb2, client.v2
+        status = await v2.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest())
+        assert status.regions["r"].key == "/k" and status.regions["r"].offset == 64
+        gpus = await v2.CudaSharedMemoryStatus(pb.CudaSharedMemoryStatusRequest(name="g"))
+        assert gpus.regions["g"].device_id == 1 and gpus.regions["g"].byte_size == 8
+        named = {"name": "r", "key": "/k", "offset": 1, "byte_size": 2}
+        await v2.SystemSharedMemoryRegister(pb.SystemSharedMemoryRegisterRequest(**named))
+        named = {"name": "g", "raw_handle": b"\0\1", "device_id": 1, "byte_size": 2}
+        await v2.CudaSharedMemoryRegister(pb.CudaSharedMemoryRegisterRequest(**named))
+        await v2.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest())
+    assert core.asked == [
+        ("system_shared_memory_status", "", {}),
+        ("cuda_shared_memory_status", "", {"region": "g"}),
+        (
+            "system_shared_memory_register",
+            "",
+            {"region": "r", "key": "/k", "offset": 1, "byte_size": 2},
+        ),
+        (
+            "cuda_shared_memory_register",
+            "",
+            {"region": "g", "raw_handle": "AAE=", "device_id": 1, "byte_size": 2},
+        ),
+        ("system_shared_memory_unregister", "", {}),
+    ]
 
 
 async def test_a_client_that_leaves_cancels(until: Callable[..., Any]):

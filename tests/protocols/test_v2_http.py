@@ -49,6 +49,7 @@ from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
+from penstock.serving.regions import RegionTable
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import DATATYPES, Request, Response, Tensor, TensorSpec
 from penstock.wire.statuses import STATUSES
@@ -766,8 +767,8 @@ def test_the_error_for_an_unknown_path_is_tritons_and_names_it(api: Api) -> None
         ("GET", "/v2/models/echo/trace/setting", "trace settings are not supported"),
         ("POST", "/v2/trace/setting", "trace settings are not supported"),
         ("GET", "/v2/logging", "log settings are not supported"),
-        ("GET", "/v2/systemsharedmemory/status", "system shared memory regions are not"),
-        ("POST", "/v2/cudasharedmemory/region/r/register", "CUDA shared memory regions are not"),
+        ("GET", "/v2/systemsharedmemory/status", "start it with --shared-memory"),
+        ("POST", "/v2/cudasharedmemory/region/r/unregister", "start it with --shared-memory"),
     ],
 )
 def test_what_is_missing_of_the_protocol_says_so(
@@ -965,6 +966,8 @@ class OneModel:
 
     is_ready = True
     failures = ()
+    shards = None
+    regions = RegionTable()
 
     def __init__(self, model: Puppet, error: Exception | None = None) -> None:
         self._model = model

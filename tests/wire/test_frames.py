@@ -56,6 +56,8 @@ FULL_CONFIG = ModelConfig(
     manifest="/repository/m/12/manifest.json",
 )
 EXTENT = frames.Extent("x", "FP32", (2, 3), 64, 24)
+SPAN = frames.RegionSpan("x", 3, 4096, 64)
+REGION = frames.MapRegion(3, "r", 64, 4096, True)
 PART = frames.RequestPart("id", 2, (EXTENT,), ("y",), {"b": True, "i": -1, "f": 0.5, "s": "é"})
 
 TO_WORKER = [
@@ -74,6 +76,17 @@ WANT = frames.Want((5, 2), (50, 20), 12.5, 2, 8, "rows x [16]", 1e3, 64)
 SHARD_TO_WORKER = [
     frames.Hello(frames.VERSION, 1 << 28),
     frames.MapSlab(1, 4096),
+    REGION,
+    frames.MapRegion(4, "g", 0, 4096, handle=bytes(64), device=1),
+    frames.UnmapRegion(3),
+    frames.Dispatch(
+        6,
+        (frames.RowRange(1, 0, 4),),
+        ((16,),),
+        64,
+        (frames.RequestPart("", 4, reads=(SPAN,), writes=(SPAN, SPAN)),),
+        has_regions=True,
+    ),
     WANT,
     frames.Dispatch(
         7, (frames.RowRange(1, 0, 4), frames.RowRange(2, 9, 1)), ((16,), (3, 4)), 64, (PART,)
@@ -119,6 +132,8 @@ TO_FRONT = [
     frames.ToPart(3, frames.Verdict(7, True, False, True)),
     frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
     frames.Leased(b"key", 3, 0.5),
+    frames.OpenRegion(b"key", REGION),
+    frames.CloseRegion(3),
     frames.Managed(1, INLINE),
     frames.Managed(1, frames.Parcel(), "NotFound", "é"),
     frames.AskShard(9, frames.Parcel((), b"question")),

@@ -17,6 +17,7 @@ from penstock.errors import InvalidRequest, PenstockError, Unsupported
 from penstock.types import (
     DATATYPES,
     CallbackSink,
+    RegionPlace,
     Request,
     RequestedOutput,
     Response,
@@ -604,11 +605,51 @@ def test_an_input_without_any_data_is_refused() -> None:
         assert names_input(refusal(text_of({"inputs": [item]})))
 
 
-def test_shared_memory_inputs_are_not_supported() -> None:
-    region = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
-    item = {"name": "x", "datatype": "INT32", "shape": [1], "parameters": region}
-    with pytest.raises(Unsupported, match="'x'"):
-        decode_json(item)
+def in_region(nbytes: object = 4, **more: object) -> dict[str, object]:
+    region = {"shared_memory_region": "r", "shared_memory_byte_size": nbytes, **more}
+    return {"name": "x", "datatype": "INT32", "shape": [1], "parameters": region}
+
+
+def test_inputs_in_shared_memory_have_a_place_and_no_data() -> None:
+    request, _ = decode(text_of({"inputs": [in_region(shared_memory_offset=64)]}))
+    (tensor,) = request.inputs
+    assert tensor.place == RegionPlace("r", 64, 4) and not tensor.data and tensor.nbytes == 4
+    assert request.uses_regions
+
+
+def test_tensors_in_shared_memory_and_in_the_body_are_told_apart() -> None:
+    codec = Codec()
+    for data in (b"abcd", b"efgh"):  # The second time, the form is known.
+        items = [in_region(), {**given_size(4), "name": "y"}, {**in_region(), "name": "z"}]
+        head = text_of({"id": "7", "inputs": items})
+        request = codec.decode_infer(head + data, len(head), SINK, 0.0)
+        assert [bytes(each.data) for each in request.inputs] == [b"", data, b""]
+        assert [each.place is None for each in request.inputs] == [False, True, False]
+        assert request.id == "7" and request.uses_regions
+        assert codec.find_form(head, 4) is None, "its tensors are not received into rows"
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (in_region(-1), "shared_memory_byte_size must be a number of bytes, got -1"),
+        (in_region(True), "shared_memory_byte_size must be"),
+        (in_region(None), "needs shared_memory_byte_size"),
+        (in_region("4"), "shared_memory_byte_size must be"),
+        (in_region(shared_memory_offset=1 << 63), "shared_memory_offset must be"),
+        (in_region(shared_memory_offset=0.5), "shared_memory_offset must be"),
+        (in_region(shared_memory_region=7), "must be the name of a region"),
+        (in_region(shared_memory_region=""), "must be the name of a region"),
+        (in_region(binary_data_size=4), "expected one of them"),
+        ({**in_region(), "data": [1]}, "expected one of them"),
+        ({**in_region(), "shape": [-1]}, "negative"),
+        ({**in_region(), "datatype": "INT33"}, "unknown datatype"),
+    ],
+)
+def test_a_wrong_place_in_shared_memory_is_refused(item: dict[str, object], words: str) -> None:
+    item["parameters"] = {k: v for k, v in item["parameters"].items() if v is not None}
+    text = refusal(text_of({"inputs": [item]}))
+    assert words in text and "'x'" in text
 
 
 # Malformed requests.
@@ -751,10 +792,36 @@ def test_binary_data_of_an_output_is_true_or_false(value: str) -> None:
     assert "binary_data" in refusal(with_field("outputs", output))
 
 
-def test_what_an_output_asks_for_in_vain_is_said_to_be_unsupported() -> None:
-    parameters = '{"shared_memory_region":"r","shared_memory_byte_size":4}'
-    with pytest.raises(Unsupported, match="'y'"):
-        decode(with_field("outputs", f'[{{"name":"y","parameters":{parameters}}}]'))
+def test_an_output_may_have_a_place_in_shared_memory() -> None:
+    places = '"shared_memory_region":"r","shared_memory_byte_size":4'
+
+    def asked(parameters: str) -> bytes:
+        return with_field("outputs", f'[{{"name":"y","parameters":{{{parameters}}}}}]')
+
+    request, _ = decode(asked(places))
+    assert request.outputs[0].place == RegionPlace("r", 0, 4) and request.uses_regions
+    assert "'y': classes" in refusal(asked(places + ',"classification":2'))
+    assert "shared_memory_byte_size too" in refusal(asked('"shared_memory_region":"r"'))
+
+
+def test_answers_in_shared_memory_have_no_data() -> None:
+    place = RegionPlace("r", 64, 8)
+    outputs = [
+        Tensor("in", "INT32", (1, 2), b"", place),
+        Tensor("out", "INT32", (1, 1), b"abcd"),
+    ]
+    for prefers_binary in (True, False):
+        request = Request(SINK, [], 0.0)
+        request.prefers_binary = prefers_binary
+        head, tail = encode_answer(request, Response("m", "1", outputs))
+        told = json.loads(head)["outputs"]
+        assert told[0]["parameters"] == {
+            "shared_memory_region": "r", "shared_memory_byte_size": 8, "shared_memory_offset": 64
+        }  # fmt: skip
+        assert "data" not in told[0]
+        assert tail == ([b"abcd"] if prefers_binary else [])
+    head, tail = encode_answer(request, Response("m", "1", outputs[:1]))
+    assert not tail and "data" not in json.loads(head)["outputs"][0]
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "true", "1.5", '"3"'])

@@ -16,6 +16,7 @@ from tritonclient.grpc import service_pb2
 from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
 from penstock.types import (
     DATATYPES,
+    RegionPlace,
     Request,
     Response,
     from_array,
@@ -249,15 +250,34 @@ def test_a_parameter_without_a_value_is_refused() -> None:
     assert refusal(wire) == "parameter 'empty' has no value"
 
 
-def test_shared_memory_is_unsupported() -> None:
-    item = tensor()
+def in_region(item: Any, nbytes: int | None, offset: int | None = None) -> Any:
     set_parameter(item.parameters["shared_memory_region"], "r")
-    assert "input 'x': shared memory" in refusal(message(item), Unsupported)
-    output = OUTPUT(name="y")
-    set_parameter(output.parameters["shared_memory_region"], "r")
-    assert "output 'y': shared memory" in refusal(
-        message(tensor(), raw=(RAW,), outputs=[output]), Unsupported
-    )
+    for key, value in (("byte_size", nbytes), ("offset", offset)):
+        if value is not None:
+            set_parameter(item.parameters[f"shared_memory_{key}"], value)
+    return item
+
+
+def test_tensors_in_shared_memory_have_places_and_no_data() -> None:
+    output = in_region(OUTPUT(name="y"), 8, 64)
+    shared = in_region(tensor("b"), 16)
+    request = decode(message(tensor("a"), shared, tensor("c"), raw=(RAW, RAW), outputs=[output]))
+    assert [each.name for each in request.inputs] == ["a", "b", "c"]
+    assert [each.place for each in request.inputs] == [None, RegionPlace("r", 0, 16), None]
+    assert [bytes(each.data) for each in request.inputs] == [RAW, b"", RAW]
+    assert request.outputs[0].place == RegionPlace("r", 64, 8)
+    assert request.uses_regions and not decode(message(tensor(), raw=(RAW,))).uses_regions
+
+
+def test_wrong_places_are_refused() -> None:
+    needs = "input 'x': shared_memory_region needs shared_memory_byte_size too"
+    assert refusal(message(in_region(tensor(), None))) == needs
+    assert "shared_memory_offset must be" in refusal(message(in_region(tensor(), 4, -1)))
+    output = in_region(OUTPUT(name="y"), None)
+    assert "output 'y'" in refusal(message(tensor(), raw=(RAW,), outputs=[output]))
+    typed = in_region(tensor(), 4)
+    typed.contents.fp32_contents.append(1.0)
+    assert "expected one of them" in refusal(message(typed))
 
 
 def test_outputs_may_be_asked_for_as_classes() -> None:
