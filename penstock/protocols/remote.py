@@ -73,7 +73,7 @@ class Remote:
     `count_connections` provides the number for a Pong; `on_keys` receives changed API keys. In a
     shard, `on_part` receives what the core says about models, with a socket if one came along, and
     `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`,
-    `on_shares` for the shares of queues."""
+    `on_shares` for the shares of queues; `on_move` sends clients away."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -96,6 +96,7 @@ class Remote:
         self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
         self.on_shares: Callable[[Mapping[bytes, float]], None] = lambda shares: None
         self.on_leased: Callable[[frames.Leased], None] = lambda leased: None
+        self.on_move: Callable[[int], None] = lambda count: None
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
@@ -255,6 +256,8 @@ class Remote:
                 task.add_done_callback(self._answering.discard)
             case frames.Leased():
                 self.on_leased(frame)
+            case frames.MoveClients(count):
+                self.on_move(count)
             case frames.Managed():
                 self._managed(frame)
             case frames.Release():

@@ -399,6 +399,12 @@ class Pong(Frame, tag="pong"):
     num_connections: int = 0
 
 
+class MoveClients(Frame, tag="move"):
+    """So many clients should leave this shard, by connecting again after their next answer."""
+
+    count: int
+
+
 class Drain(Frame, tag="drn"):
     """The server is shutting down: close each connection after its next answer."""
 
@@ -622,7 +628,7 @@ FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
 FromShard = FromPart | ShardAnswer | Lease | Manage
-ToShard = ToPart | AskShard | Release | Leased | Managed
+ToShard = ToPart | AskShard | Release | Leased | Managed | MoveClients
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
 ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
 

@@ -119,6 +119,7 @@ TO_FRONT = [
     frames.ToPart(3, frames.Verdict(7, True, False, True)),
     frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
     frames.Leased(b"key", 3, 0.5),
+    frames.MoveClients(7),
     frames.Managed(1, INLINE),
     frames.Managed(1, frames.Parcel(), "NotFound", "é"),
     frames.AskShard(9, frames.Parcel((), b"question")),
