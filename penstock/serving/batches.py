@@ -42,6 +42,8 @@ class RunningBatch:
     is_merged: bool = False
     # Inputs and outputs that are not in shared memory.
     held: HeldBatch | None = None
+    # When it did; it may have waited in the worker for a batch of another shard.
+    began: float = 0.0
 
     def waits(self) -> Waits:
         """Return the mean waits of its requests, for a batch and for an instance."""

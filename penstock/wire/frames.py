@@ -173,11 +173,12 @@ class Decline(Frame, tag="pass"):
 
 
 class Started(Frame, tag="go"):
-    """A batch runs now, of a worker that several shards have. A worker that dies was not killed by
-    what it had not started."""
+    """A batch runs, since `at` on the machine's monotonic clock, of a worker that several shards
+    have. A worker that dies was not killed by what it had not started."""
 
     batch: int
     is_merged: bool
+    at: float = 0.0
 
 
 class Claim(Frame, tag="clm"):
