@@ -23,11 +23,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 
 
 class Served:
-    """A server on a free port, with one shard unless flags say otherwise, so that it is the same on
-    all machines; several all accept. `terminate` asserts that it leaves no process behind. With
-    `grpc` it answers that too, at `grpc_address`. `prefix` is a command that runs the server's
-    command in its own process, such as `prlimit`. The log is a file without a name in
-    `log_folder`."""
+    """A server on a free port; `terminate` asserts that it leaves no process behind. With `grpc` it
+    answers that too, at `grpc_address`. `prefix` is a command that runs the server's command in its
+    own process, such as `prlimit`. The log is a file without a name in `log_folder`. It has one
+    shard unless the flags or TEST_SHARDS say otherwise, so that it is the same on all machines;
+    several all accept."""
 
     def __init__(
         self,
@@ -43,8 +43,9 @@ class Served:
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         if "--shards" not in flags:
-            command += ["--shards", "1"]
-        elif "--shard-accept" not in flags:
+            number = "1" if "--fronts" in flags else os.environ.get("TEST_SHARDS", "1")
+            command += ["--shards", number]
+        if "--shard-accept" not in flags:
             command += ["--shard-accept", "all"]
         self.errors = tempfile.TemporaryFile("w+", dir=log_folder)  # noqa: SIM115
         self.process = subprocess.Popen(
