@@ -44,7 +44,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from scaling_parts import StreamPlan, TableRow, resnet, streams, two_cores
+from scaling_parts import StreamPlan, TableRow, resnet, streams, tail, two_cores
 
 from penstock.system.cores import usable_cores
 
@@ -61,6 +61,7 @@ CONNECTIONS = 128
 TRITON_INSTANCES = (1, 2, 4, 8)
 START_S = 120.0
 WARM_UP_S = 5
+RESNET_S = 600.0
 INSTANCES = 2
 MODEL = """
 name: "{name}" backend: "{backend}" max_batch_size: 64 dynamic_batching {{ }}
@@ -138,6 +139,10 @@ class Address:
         return f"http://127.0.0.1:{self.http}/v2/models/{point.model}"
 
 
+class BenchFailed(Exception):
+    """The generator ended with an error."""
+
+
 class Scaling:
     """One run: what was found so far, written after each measurement."""
 
@@ -164,7 +169,12 @@ class Scaling:
                     if self.left_s <= 0:
                         print("no time left; what was found is kept", flush=True)
                         return
-                    figures = measure(folder, point, side, self.args)
+                    try:
+                        figures = measure(folder, point, side, self.args)
+                    except (BenchFailed, triton_side.StartError) as error:
+                        self.rows.append(TableRow(f"{point.name}; {side.title}", tail(str(error))))
+                        print(f"{point.name}; {side.title}: {error}", flush=True)
+                        continue
                     self.found.setdefault((point.name, side.title), []).append(figures)
                     told = f"{figures.per_s:,.0f}/s, p99 {figures.p99_ms:.2f} ms"
                     print(f"round {number + 1}: {point.name}; {side.title}: {told}", flush=True)
@@ -181,7 +191,8 @@ class Scaling:
             plan = StreamPlan(shards, clients, args.duration, args.generators, args.tiny)
             rows = streams(plan, self.others)
         elif name == "resnet":
-            rows = resnet(sorted({1, max(args.shards)}), max(60.0, self.left_s), args.tiny)
+            limit_s = min(RESNET_S, max(60.0, self.left_s))
+            rows = resnet(sorted({1, max(args.shards)}), limit_s, args.tiny)
         elif shutil.which("wrk"):
             rows = two_cores(args.duration, args.rounds)
         else:
@@ -333,13 +344,14 @@ def measure(root: Path, point: Point, side: Side, args: argparse.Namespace) -> F
         command += ["--concurrency", str(connections), "--processes", str(args.generators)]
         # Until as many shards accept as the load needs.
         warm_up_s = WARM_UP_S if side.number > 1 else 2
-        command += ["--tensors", point.tensors, "--precision", "0", "--warm-up", f"{warm_up_s}s"]
+        command += ["--precision", "0", "--warm-up", f"{warm_up_s}s"]
+        command += ["--tensors", point.tensors] if point.scheme == "http" else []
         is_ours = side.name == PENSTOCK
         before = (cpu_seconds(server.http), num_answers(server.http, point.model))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         after = (cpu_seconds(server.http), num_answers(server.http, point.model))
         if done.returncode:
-            raise SystemExit(f"bench failed: {(done.stdout + done.stderr)[-500:]}")
+            raise BenchFailed(f"bench failed: {(done.stdout + done.stderr)[-500:]}")
         (level,) = json.loads(path.read_text())["levels"]
     summary = level["summary"]
     # With the warm-up, which is the same work.
