@@ -52,7 +52,7 @@ def by_number(title: str, test: str) -> list[ShardCheck]:
 def of_file(title: str, *paths: str, shards: int = 1, only: str = "") -> ShardCheck:
     """Return a check of the tests in files that are neither slow nor of `make verify`."""
     tests = (*(f"tests/{path}" for path in paths), "-m", "not verify and not slow")
-    return ShardCheck(title, (*tests, "-k", only) if only else tests, shards=shards)
+    return ShardCheck(title, (*tests, f"-k={only}") if only else tests, shards=shards)
 
 
 CHECKS = (
@@ -80,7 +80,7 @@ CHECKS = (
     ),
     ShardCheck(
         "law in the simulator, 4 shards",
-        ("tests/serving/test_shard_law.py", "-m", "", "-k", "-4] or not test_all", "-n", "2"),
+        ("tests/serving/test_shard_law.py", "-m", "", "-k=-4] or not test_all"),
     ),
     ShardCheck("law of the server, slow", ("tests/e2e/test_verify_shards.py::test_law[slow]",)),
     ShardCheck("law of the server, fast", ("tests/e2e/test_verify_shards.py::test_law[fast]",)),
