@@ -77,16 +77,17 @@ def streams(plan: StreamPlan, found: dict[str, Any]) -> list[TableRow]:
         config.write_text(json.dumps(TINY if plan.is_tiny else QWEN3))
         one: dict[int, float] = {}
         for number in plan.shards:
+            log = Path(folder) / "streams.log"
             try:
-                server = _serve_text(config, number, Path(folder))
-            except triton_side.StartError as error:
-                rows.append(TableRow(f"streams, {number} shards", f"not served: {error}"))
-                continue
-            with server:
-                for count in plan.clients:
-                    figures = _stream(server.port, count, plan)
-                    found[f"streams, {count} clients; {number} shards"] = figures
-                    rows.append(_stream_row(number, count, figures, one))
+                with _text_server(config, number, log) as server:
+                    server.wait_until_ready(LOAD_S)
+                    for count in plan.clients:
+                        figures = _stream(server.port, count, plan)
+                        found[f"streams, {count} clients; {number} shards"] = figures
+                        rows.append(_stream_row(number, count, figures, one))
+            except triton_side.StartError:
+                why = tail(log.read_text())
+                rows.append(TableRow(f"streams, {number} shards", f"not served: {why}"))
     return rows
 
 
@@ -104,22 +105,12 @@ def _stream_row(
     return TableRow(title, f"{rate:,.0f} tokens/s{ratio}, {lost}", ">= one loop; none lost")
 
 
-def _serve_text(config: Path, number: int, folder: Path) -> triton_side.Server:
+def _text_server(config: Path, number: int, log: Path) -> triton_side.Server:
     port = triton_side.free_port()
     command = [sys.executable, "-m", "penstock", "serve", str(config), "--random-weights"]
     command += ["--no-grpc", "--no-metrics", f"--http-port={port}", f"--shards={number}"]
     command += ["--log-level=WARNING", "--drain-s=1"]
-    server = triton_side.Server("penstock", command, port, folder / "streams.log")
-    server.__enter__()
-    try:
-        server.wait_until_ready(LOAD_S)
-    except BaseException as error:
-        server.__exit__(None, None, None)
-        text = (folder / "streams.log").read_text()
-        if isinstance(error, triton_side.StartError):
-            raise triton_side.StartError(tail(text)) from None
-        raise
-    return server
+    return triton_side.Server("penstock", command, port, log)
 
 
 def _stream(port: int, count: int, plan: StreamPlan) -> dict[str, Any]:
