@@ -21,7 +21,7 @@ PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
 	$(addprefix tests/benchmark/test_,ci_gate.py exchange.py messages.py recorder.py verdicts.py) \
 	$(addprefix tests/optimizer/test_,binomial.py budget.py columns.py goals.py outcomes.py plan_file.py scores.py time_plan.py)
 
-.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify fuzz bench-gate bench-serving clean
+.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-shards fuzz bench-gate bench-serving clean
 
 # Optimise a sentiment classifier to a latency target: under 3 minutes, plus set-up on the first run.
 demo: $(READY)
@@ -61,6 +61,11 @@ ifdef ROW
 else
 	$(BIN)/python -m pytest -m verify -v -s --hypothesis-profile explore
 endif
+
+# Faults, drain, reload, cancellation, quotas and bits with 1, 2 and 4 shards, and the laws of
+# batching: at most 30 minutes on two cores. CHECK=drain runs the checks with this in their title.
+verify-shards: $(READY)
+	$(BIN)/python tests/shard_checks.py --only "$(CHECK)"
 
 # Every parser under coverage guidance, this long each; atheris lives in an environment of its own.
 FUZZ := .bench/fuzz

@@ -27,6 +27,7 @@ from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
 from penstock.processes.child import limited
 from penstock.protocols import access_log
+from penstock.protocols.acceptors import Acceptors
 from penstock.protocols.fronts import CoreApi, Front, http_spec, shard_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, Keys
 from penstock.protocols.generate_http import GenerateHttp
@@ -49,10 +50,13 @@ from penstock.serving.fleet import Fleet
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
+from penstock.serving.scrape import FrontUse
 from penstock.serving.served import Served
+from penstock.serving.shard_count import ShardChoice, choose
 from penstock.serving.shards import Shards
 from penstock.serving.shared_page import NUM_KEYS
 from penstock.system import garbage
+from penstock.system.cores import usable_cores
 from penstock.system.exit_codes import ExitCode
 
 log = logging.getLogger("penstock.server")
@@ -95,7 +99,7 @@ def text_problem(options: ServeOptions) -> str:
     """Return why language models cannot be served with these options; empty if they can."""
     if options.fronts:
         return FRONTS_WITH_TEXT
-    return SHARDS_WITH_TEXT if options.shards > 1 else ""
+    return SHARDS_WITH_TEXT if (options.shards or 1) > 1 else ""
 
 
 def make_text_model(
@@ -111,11 +115,16 @@ class Server:
     """The running server. Ports open first, so that it is live before it is ready; then models
     load. Shutdown is in reverse order."""
 
-    def __init__(self, options: ServeOptions, path: str, watchdog: Watchdog) -> None:
+    def __init__(
+        self, options: ServeOptions, path: str, watchdog: Watchdog, choice: ShardChoice
+    ) -> None:
+        """`choice` is about `options.shards`, which is given."""
         self._options = options
+        self.shard_choice = choice
         self._watchdog = watchdog
         self._stop = asyncio.Event()
-        shards = self._shards = Shards(options.shards) if options.shards > 1 else None
+        shards = self._shards = Shards(choice.number) if choice.number > 1 else None
+        self._acceptors: Acceptors | None = None
         self.catalog = Catalog(
             fleet=Fleet(options.gpu_memory_reserve),
             makers={LLM: partial(make_text_model, options=options)},
@@ -140,9 +149,10 @@ class Server:
             self.lifecycle,
             options.id,
             tells_reasons=gate.keys is None,
-            fronts=lambda: [front.use() for front in self._fronts],
+            fronts=self._front_uses,
         )
         self.catalog.regions.is_allowed = options.shared_memory
+        self.management.describe_shards = self._describe_shards
         if options.log_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = options.log_requests
@@ -195,6 +205,7 @@ class Server:
             self._watching.append(asyncio.create_task(watch(self._tls, servers)))
         if self._grpc_tls is not None and self.grpc is not None:
             self._watching.append(asyncio.create_task(watch(self._grpc_tls, [self.grpc])))
+        log.info("%s", self.shard_choice, extra={"shards": self.shard_choice.number})
         await asyncio.to_thread(self.management.usage.begin)
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -218,10 +229,32 @@ class Server:
         if self._shards is not None:
             self._add_shards()
             self._watching.append(asyncio.create_task(self._shards.read_often()))
+            self._watching.append(asyncio.create_task(self._steer(self._shards).run()))
         elif self._options.fronts:
             self._add_http_fronts()
         else:
             self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
+
+    def _steer(self, shards: Shards) -> Acceptors:
+        """Begin to choose which shards accept connections."""
+        groups = list(zip(*(front.listeners for front in self._fronts), strict=True))
+        accepts_all = self._options.shard_accept == "all"
+        made = Acceptors(groups, shards.blocks.page, shards.move_clients, accepts_all)
+        shards.on_lost = lambda: made.tick(time.monotonic())
+        self._acceptors = made
+        return made
+
+    def _front_uses(self) -> list[FrontUse]:
+        uses = [front.use() for front in self._fronts]
+        if self._acceptors is None:
+            return uses
+        accepting = self._acceptors.accepting
+        return [replace(each, accepts=shard in accepting) for shard, each in enumerate(uses)]
+
+    def _describe_shards(self) -> str:
+        if self._acceptors is None:
+            return str(self.shard_choice)
+        return f"{self.shard_choice}; {len(self._acceptors.accepting)} accept new connections"
 
     @property
     def _answers_http(self) -> bool:
@@ -383,7 +416,7 @@ class Server:
         shard had not accepted when it ended are not lost."""
         host, listeners = self._options.host, list[socket.socket]()
         try:
-            for _ in range(self._options.shards):
+            for _ in range(self.shard_choice.number):
                 listeners.append(reserve(host, port))
                 self._reserved.append(listeners[-1])
                 port = listeners[-1].getsockname()[1]
@@ -404,14 +437,17 @@ class Server:
 
 
 def check(options: ServeOptions) -> None:
-    """Check flags and ports before anything starts: CommandLineError for flags that contradict each
-    other, ConfigError for ports that are taken."""
+    """Raise CommandLineError for flags that contradict each other."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     problems += _shard_problems(options)
     if problems:
         raise CommandLineError(problems)
-    problems = _front_problems(options)
-    if problems:
+
+
+def check_ports(options: ServeOptions) -> None:
+    """Raise ConfigError for ports of HTTP fronts or shards that are taken: they would notice only
+    while models load, and would silently share their ports with those of another server."""
+    if problems := _front_problems(options):
         raise ConfigError(problems)
 
 
@@ -422,28 +458,54 @@ def check_models(found: RepositoryScan, options: ServeOptions) -> None:
         raise CommandLineError([problem.replace("{name}", name) for name in names])
 
 
+def choose_shards(configs: Sequence[ModelConfig], options: ServeOptions) -> ShardChoice:
+    """Return the number of shards that was given, or choose it for models whose devices are
+    known. ConfigError if the API keys cannot be read."""
+    if options.shards is not None:
+        return ShardChoice(options.shards, "as --shards says")
+    return choose(usable_cores(), configs, shard_refusals(configs, options))
+
+
+def shard_refusals(configs: Sequence[ModelConfig], options: ServeOptions) -> list[str]:
+    """Return why these models and options need a server with one shard; empty if they do not."""
+    refusals: list[str] = []
+    if options.fronts:
+        refusals.append(f"--fronts {options.fronts}")
+    if options.is_explicit and "*" not in options.load_model:
+        refusals.append("models that are loaded later are not known yet")
+    refusals += [f"'{each.name}' is a language model" for each in configs if each.backend == LLM]
+    number = num_queue_shares(KeyFile(Path(options.api_keys)).read()) if options.api_keys else 0
+    if number > NUM_KEYS:
+        refusals.append(f"{options.api_keys} has {number} queue_shares")
+    return refusals
+
+
+def num_queue_shares(keys: Keys) -> int:
+    """Return how many numbers shards need for the shares of queues."""
+    return len(Quotas(keys.quotas).numbers)
+
+
 def check_quotas(keys: Keys, options: ServeOptions) -> None:
     """Raise ConfigError if more keys have shares of queues than shards can show each other."""
-    number = len(Quotas(keys.quotas).numbers)
-    if options.shards > 1 and number > NUM_KEYS:
+    number = num_queue_shares(keys)
+    if (options.shards or 1) > 1 and number > NUM_KEYS:
         figures = {"path": options.api_keys, "number": number, "limit": NUM_KEYS}
         raise ConfigError([SHARDS_WITH_QUOTAS.format(**figures)])
 
 
 def _shard_problems(options: ServeOptions) -> list[str]:
     """Refuse shards behind fronts."""
-    if options.shards == 1 or not options.fronts:
+    if options.shards in (None, 1) or not options.fronts:
         return []
     return [f"--fronts {options.fronts} and --shards {options.shards} exclude each other"]
 
 
 def _front_problems(options: ServeOptions) -> list[str]:
-    """Check the ports of HTTP fronts or shards now: they would notice only while models load, and
-    would silently share their ports with those of another server."""
     shared: list[tuple[int, str]] = []
-    if options.fronts or options.shards > 1:
+    has_shards = (options.shards or 1) > 1
+    if options.fronts or has_shards:
         shared.append((options.http_port, "HTTP"))
-    if options.grpc and options.shards > 1:
+    if options.grpc and has_shards:
         shared.append((options.grpc_port, "gRPC"))
     host = options.host
     reasons = [(port, what, why_not_listen(host, port)) for port, what in shared]
@@ -500,6 +562,7 @@ async def serve(
     path: str,
     found: RepositoryScan,
     options: ServeOptions,
+    choice: ShardChoice,
     on_start: Callable[[Server], None],
     on_progress: Callable[[LoadProgress], None],
 ) -> signal.Signals:
@@ -520,7 +583,7 @@ async def serve(
         server.stop()
 
     watchdog = Watchdog(options.drain_s, asked_to_stop)
-    server = Server(options, path, watchdog)
+    server = Server(options, path, watchdog, choice)
     watchdog.start()
     try:
         await server.start(found, on_progress)

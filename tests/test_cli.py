@@ -686,7 +686,7 @@ def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
         for flags, told in (
             (["--log-level", "error"], out),
-            (["--log-format", "JSON", "--log-level", "info"], log),
+            (["--log-format", "JSON", "--log-level", "info", "--shards", "1"], log),
         ):
             out.truncate(0)
             process = subprocess.Popen([*SERVE, str(tmp_path), *flags], stdout=out, stderr=log)
@@ -700,9 +700,12 @@ def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in log]
     assert {line["level"] for line in lines} == {"INFO"}
     messages = [line["msg"] for line in lines]
-    assert messages[0] == "model/1 loads 1 instance"
+    assert messages[1] == "model/1 loads 1 instance"
     assert messages[-2:] == ["shutting down: requests in flight have 30 s to finish", "stopped"]
-    model, http_port, metrics_port = (line for line in lines[:-2] if "server" in line["logger"])
+    shards, model, http_port, metrics_port = (
+        line for line in lines[:-2] if "server" in line["logger"]
+    )
+    assert shards["msg"] == "1 shard: as --shards says" and shards["shards"] == 1
     assert model["msg"] == "model/1 is READY"
     assert (model["state"], model["backend"], model["instances"]) == ("READY", "null", 1)
     assert re.fullmatch(r"http://127.0.0.1:\d+/v2", http_port["address"])

@@ -19,7 +19,8 @@ class ServeKeywords(TypedDict, total=False):
     metrics_port: int
     metrics: bool
     fronts: int
-    shards: int
+    shards: int | None
+    shard_accept: str
     id: str
     model_control_mode: str
     load_model: Sequence[str]

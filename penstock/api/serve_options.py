@@ -45,12 +45,19 @@ class ServeOptions:
         "not work with language models.",
         **number(0, "N", 0, 64),
     )
-    shards: int = listen_flag(
+    shards: int | None = listen_flag(
         "Processes that take requests on the same port",
-        "With 1, the core process takes them. Raise it when penstock explain says that the core's "
-        "event loop is the bottleneck and CPU cores are idle. Does not work with language "
-        "models yet.",
-        **number(1, "N", 1, 64),
+        "With 1, the core process takes them. Raise it when penstock explain says that event loops "
+        "are the bottleneck and CPU cores are idle; lower it where other programs need the cores. "
+        "Several do not work with language models yet.",
+        **number(None, "N", 1, 64, default="chosen from cores and models"),
+    )
+    shard_accept: str = listen_flag(
+        "Which shards accept new connections",
+        "load lets one shard accept at low rates and more when it is busy; some clients are then "
+        "asked to connect again. Choose all where clients cannot do that.",
+        value="load",
+        choices=("load", "all"),
     )
     id: str = listen_flag(
         "Name of this server in its metadata",

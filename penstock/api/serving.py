@@ -17,6 +17,7 @@ from penstock.repository.model_source import resolve
 from penstock.system import logs
 
 if TYPE_CHECKING:
+    from penstock.config import ModelConfig
     from penstock.repository.layout import RepositoryScan
     from penstock.server import LoadProgress, Server
     from penstock.serving.placement import GpuPlan
@@ -50,7 +51,10 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
     server.check_models(found, options)
     if found.problems and options.exit_on_error:
         raise ConfigError(layout.flat(found.problems))
-    _check_gpus(found, options, listeners)
+    configs = _check_gpus(found, options, listeners)
+    choice = server.choose_shards(configs, options)
+    options = replace(options, shards=choice.number)
+    server.check_ports(options)
 
     def started(running: Server) -> None:
         failures = layout.flat({f.name: list(f.problems) for f in running.catalog.failures})
@@ -59,11 +63,14 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
         names = list(found.folders) if options.random_weights else resolve(model).names()
         listeners.started(running, names)
 
-    return uvloop.run(server.serve(model, found, options, started, listeners.progress))
+    return uvloop.run(server.serve(model, found, options, choice, started, listeners.progress))
 
 
-def _check_gpus(found: RepositoryScan, options: ServeOptions, listeners: Listeners) -> None:
-    """Report the memory plan of the GPUs, and fail if the models do not fit."""
+def _check_gpus(
+    found: RepositoryScan, options: ServeOptions, listeners: Listeners
+) -> Sequence[ModelConfig]:
+    """Report the memory plan of the GPUs, and fail if the models do not fit. Return the models that
+    do, with their devices."""
     from penstock.serving.fleet import Fleet
 
     arranged = Fleet(options.gpu_memory_reserve).arrange(found.configs)
@@ -71,6 +78,7 @@ def _check_gpus(found: RepositoryScan, options: ServeOptions, listeners: Listene
         listeners.memory_plan(arranged.plan)
     if arranged.problems and options.exit_on_error:
         raise ConfigError(layout.flat(arranged.problems))
+    return arranged.configs
 
 
 def _find(path: str, options: ServeOptions) -> RepositoryScan:

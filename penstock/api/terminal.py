@@ -90,6 +90,8 @@ def print_start(server: Server, host: str, names: Sequence[str]) -> None:
             out.print(Text(f"{failure.name}: {problem}", style="red"), soft_wrap=True)
     lines = [f"{what:7}  {address}" for what, address in _addresses(server, host).items()]
     lines.append(f"Page     {addresses(server, reachable(host)).url}/")
+    choice = server.shard_choice
+    lines.append(f"Shards   {choice.number} ({choice.reason})")
     for line in [*lines, *_try_it(server, reachable(host))]:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -268,6 +270,8 @@ def explained(answer: Explanation) -> Group:
             for one in answer.processes
         ]
         parts += [section("Event loops just now"), _table(columns, rows)]
+    if answer.shards:
+        parts.append(Text(answer.shards))
     return Group(*parts)
 
 

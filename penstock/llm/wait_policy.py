@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
+
+from penstock.system.cores import read_quota
 
 VARIABLE = "OMP_WAIT_POLICY"
 SPIN, SLEEP = "ACTIVE", "PASSIVE"
@@ -89,12 +90,3 @@ def process_s(processes: Iterable[psutil.Process]) -> float:
             times = each.cpu_times()
             seconds += times.user + times.system
     return seconds
-
-
-def read_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """Return the CPU quota of the cgroup in cores; None without a limit."""
-    try:
-        limit, period = path.read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) / int(period)

@@ -529,6 +529,10 @@ class Front:
         self.port = spec.opening.port
 
     @property
+    def listeners(self) -> tuple[socket.socket, ...]:
+        return self._spec.listeners
+
+    @property
     def pid(self) -> int:
         return self._session.child.life.pid if self._session is not None else 0
 

@@ -59,12 +59,12 @@ class H2Connection(asyncio.Protocol):
         )
         self._rest = b""
         self._has_preface = self._has_settings = False
-        self._is_closing = self._is_going = False
+        self._is_closing = self.is_leaving = False
         self._write_blocked_since: float | None = None
         self._num_sent = 0
-        self._received = self._since = server.now()
+        self.received = self._since = server.now()
         self._pinged: float | None = None
-        self._allowance = Allowance(self._received)
+        self._allowance = Allowance(self.received)
         self._on_frame = {
             h2.HEADERS: self._on_headers,
             h2.PRIORITY: self._on_priority,
@@ -119,7 +119,7 @@ class H2Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
             return
-        self._received = self._server.now()
+        self.received = self._server.now()
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -207,7 +207,7 @@ class H2Connection(asyncio.Protocol):
             self._reset(number, violation.code)
 
     def _use(self) -> None:
-        self._allowance.use(self._received)
+        self._allowance.use(self.received)
 
     def _check_not_idle(self, number: int) -> None:
         if number == 0 or number > self._last_number:
@@ -374,11 +374,14 @@ class H2Connection(asyncio.Protocol):
     def is_receiving(self) -> bool:
         return not self._is_closing and not self._has_settings
 
-    def go_away(self) -> None:
+    def leave(self) -> None:
+        self.go_away("other processes of the server have room")
+
+    def go_away(self, text: str = SHUTTING_DOWN) -> None:
         """Tell the client to use another connection; open streams are answered."""
-        if not self._is_closing and not self._is_going:
-            self._is_going = True
-            self._sender.write(h2.goaway(h2.MAX_NUMBER, H2Error.NO_ERROR, SHUTTING_DOWN))
+        if not self._is_closing and not self.is_leaving:
+            self.is_leaving = True
+            self._sender.write(h2.goaway(h2.MAX_NUMBER, H2Error.NO_ERROR, text))
 
     def close(self) -> None:
         """Close after all written data is sent."""
@@ -402,10 +405,10 @@ class H2Connection(asyncio.Protocol):
         elif self._is_closing:
             return
         elif not self._has_settings or self._heads.number:
-            since = self._received if self._heads.number else self._since
+            since = self.received if self._heads.number else self._since
             if now - since > self._limits.header_timeout_s:
                 self._end(H2Error.SETTINGS_TIMEOUT, "the client took too long")
-        elif now - self._received < IDLE_S:
+        elif now - self.received < IDLE_S:
             self._pinged = None
             if self._data.num_held:
                 for stream in self._data.find_late(now, self._limits):

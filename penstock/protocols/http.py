@@ -211,6 +211,9 @@ class Connection(asyncio.Protocol):
         # Start of the current state, for the sweep.
         self.since = server.now()
         self.received = 0.0
+        self.is_leaving = False
+        # A streamed answer that had begun before.
+        self._kept: Exchange | None = None
         self.write_blocked_since: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -226,7 +229,7 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self._reader.close()
         # It refers back to this object.
-        self._receiver = None
+        self._receiver = self._kept = None
         if self._sender is not None:
             self._sender.drop()
         exchange, self._running = self._running, None
@@ -316,8 +319,21 @@ class Connection(asyncio.Protocol):
         if self._receiver is not None:
             self._receiver.start()
 
+    def leave(self) -> None:
+        """Close after the next answer, unless another request has already been received."""
+        self.is_leaving = True
+        if self._running is not None and self._running.is_streaming:
+            self._kept = self._running
+
     def will_keep_alive(self, head: MessageHead) -> bool:
+        if self.is_leaving and self._can_leave():
+            return False
         return head.keep_alive and not self._lifecycle.is_draining
+
+    def _can_leave(self) -> bool:
+        """Whether the running answer may be the last one: the client reads so in its head."""
+        is_last = not self._waiting and self._reader.at_boundary
+        return is_last and self._running is not self._kept
 
     @property
     def num_unsent(self) -> int:

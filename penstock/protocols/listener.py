@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import ssl
@@ -24,17 +25,29 @@ BACKLOG = 4096
 SETTLE_S = 0.5
 # Iterations of the event loop in which everything is read that has arrived.
 SETTLE_TURNS = 3
+# A client that has sent nothing for longer is no load.
+RECENT_S = 2.0
+# Connections that are looked at to count clients.
+SAMPLE = 512
 
 
 class Swept(Protocol):
     """A connection, as its listener sees it. `is_running`: it owes an answer. `is_receiving`: it
     has not received anything yet, or a part of a message."""
 
+    # When it received something last.
+    received: float
+    # Whether its client was asked to connect again.
+    is_leaving: bool
+
     @property
     def is_running(self) -> bool: ...
 
     @property
     def is_receiving(self) -> bool: ...
+
+    def leave(self) -> None:
+        """Ask the client to connect again, once it has its answers."""
 
     def sweep(self, now: float) -> None:
         """Enforce time-outs; called about once a second."""
@@ -165,6 +178,28 @@ class Listener:
     @property
     def num_connections(self) -> int:
         return len(self._connections)
+
+    def count_clients(self) -> tuple[int, int]:
+        """Return how many clients sent something lately: those that stay, and those that were asked
+        to leave. An estimate if there are more than SAMPLE."""
+        since = self.now() - RECENT_S
+        sample = list(itertools.islice(self._connections, SAMPLE))
+        recent = [each for each in sample if each.received > since or each.is_running]
+        num_leaving = sum(each.is_leaving for each in recent)
+        scale = len(self._connections) / max(1, len(sample))
+        return round(scale * (len(recent) - num_leaving)), round(scale * num_leaving)
+
+    def move(self, count: int) -> int:
+        """Ask up to so many clients that sent something lately to connect again; return how many
+        were asked."""
+        since, num_asked = self.now() - RECENT_S, 0
+        for each in self._connections:
+            if num_asked == count:
+                break
+            if not each.is_leaving and (each.received > since or each.is_running):
+                each.leave()
+                num_asked += 1
+        return num_asked
 
     def add(self, connection: Swept) -> bool:
         if len(self._connections) >= self.limits.max_connections:

@@ -73,7 +73,7 @@ class Remote:
     `count_connections` provides the number for a Pong; `on_keys` receives changed API keys. In a
     shard, `on_part` receives what the core says about models, with a socket if one came along, and
     `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`,
-    `on_shares` for the shares of queues."""
+    `on_shares` for the shares of queues; `on_move` sends clients away."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -99,6 +99,7 @@ class Remote:
         # Clients' memory: a region with its descriptor, or the number of one that is closed.
         self.on_region: Callable[[frames.OpenRegion, int | None], object] | None = None
         self.on_region_closed: Callable[[int], None] = lambda number: None
+        self.on_move: Callable[[int], None] = lambda count: None
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
@@ -264,6 +265,8 @@ class Remote:
                 self.on_region_closed(frame.region)
             case frames.Leased():
                 self.on_leased(frame)
+            case frames.MoveClients(count):
+                self.on_move(count)
             case frames.Managed():
                 self._managed(frame)
             case frames.Release():

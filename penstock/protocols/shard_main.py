@@ -14,7 +14,8 @@ import logging
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import uvloop
@@ -42,8 +43,11 @@ from penstock.serving.leases import IDLE_S
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.model_table import ModelTable
 from penstock.serving.shard import Shard
+from penstock.serving.shared_page import Heartbeat
 from penstock.wire import frames
 
+# Interval between heartbeats on the shared page.
+BEAT_S = 0.25
 # Handlers of routes that use models directly.
 DIRECT = frozenset(("openai", "generate", "generate_stream"))
 
@@ -112,7 +116,8 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
         access_log.log.setLevel(logging.INFO)
     assert remote.page is not None and settings.shard is not None
     limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings), Lifecycle()
-    shard, rates = Shard(remote.send, remote.page, settings.shard), LeasedRates(remote.send)
+    page, number = remote.page, settings.shard
+    shard, rates = Shard(remote.send, page, number), LeasedRates(remote.send)
     router = ShardRouter(remote, shard.table, lifecycle, gate, rates, logs_requests)
     v2 = V2Http(router, limits, gate, logs_requests)
     http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare, v2.rejected)
@@ -144,12 +149,9 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     remote.on_region, remote.on_region_closed = shard.regions.open, shard.regions.close
     remote.count_connections = lambda: sum(each.num_connections for each in servers)
 
-    async def give_back() -> None:
-        while True:
-            await asyncio.sleep(IDLE_S)
-            rates.give_back()
-
-    tasks = [asyncio.create_task(give_back())]
+    remote.on_move = partial(move_clients, servers)
+    beating = show_use(shard.published, servers, partial(page.beat, number))
+    tasks = [asyncio.create_task(give_back(rates)), asyncio.create_task(beating)]
     for server, listener, protocol in zip(servers, remote.listeners, (HTTP_1, H2), strict=False):
         files, context = load_tls(settings.tls, protocol)
         accepting = accept(shard.published, server, listener, files, context)
@@ -164,6 +166,31 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     await asyncio.gather(*(server.close() for server in servers))
     await service.close()
     await shard.close()
+
+
+async def give_back(rates: LeasedRates) -> None:
+    """Return tokens that are not used to the core."""
+    while True:
+        await asyncio.sleep(IDLE_S)
+        rates.give_back()
+
+
+async def show_use(
+    published: asyncio.Event, servers: Sequence[Listener], show: Callable[[Heartbeat], None]
+) -> None:
+    """Show the core how busy this shard is, once it accepts connections."""
+    await published.wait()
+    while True:
+        counts = [each.count_clients() for each in servers]
+        clients, moving = map(sum, zip(*counts, strict=True))
+        show(Heartbeat(time.monotonic(), time.thread_time(), clients, moving))
+        await asyncio.sleep(BEAT_S)
+
+
+def move_clients(servers: Sequence[Listener], count: int) -> None:
+    """Ask up to so many clients to connect again; other shards will get them."""
+    for server in servers:
+        count -= server.move(count)
 
 
 def load_tls(tls: TlsConfig | None, protocol: str) -> tuple[TlsFiles | None, ssl.SSLContext | None]:

@@ -306,6 +306,7 @@ class Dispatcher:
             for batch in worker.batches:
                 if batch.id == frame.batch:
                     batch.is_started, batch.is_merged = True, frame.is_merged
+                    batch.began = frame.at
             return False
         self._answered(worker, frame)
         return True
@@ -364,10 +365,13 @@ class Dispatcher:
     ) -> None:
         # The time is that of the whole batch, which may have rows of other shards.
         num_rows = frame.total_rows or batch.num_rows
-        self.hang_limits.note(num_rows, now - batch.started)
+        began = max(batch.started, min(batch.began, now))
+        if began != batch.started:
+            self._queue.batcher.ended(batch.started)
+        self.hang_limits.note(num_rows, now - began)
         geometry = batch.requests[0].ticket.fit.plan.geometry
         size = frame.total_tokens or batch.num_tokens or num_rows
-        self._queue.batcher.observe(geometry, size, batch.started, now)
+        self._queue.batcher.observe(geometry, size, began, now)
         extents = frame.outputs
         if not extents:
             # Dispatch the next batch first: the worker computes while this loop encodes. Not while

@@ -130,6 +130,8 @@ class Explanation:
     verdicts: list[str] = field(default_factory=list)
     paces: list[PaceState] = field(default_factory=list)
     processes: list[ProcessState] = field(default_factory=list)
+    # How many shards the server has, and why.
+    shards: str = ""
 
 
 def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
@@ -141,7 +143,7 @@ def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
     if core.busy >= BUSY and not http and not shards:
         found.append(
             f"The core's event loop takes {core.busy:.0%} of a core and answers HTTP itself: "
-            "penstock serve --fronts N leaves that to N processes."
+            "penstock serve --shards N leaves that to N processes."
         )
     elif core.busy >= BUSY and http:
         found.append(

@@ -84,6 +84,8 @@ class ManagementApi:
         self._tells_reasons = tells_reasons
         self._fronts = fronts
         self.regions = RegionRegistry(catalog.regions, catalog.shards)
+        # Returns how many shards there are, and why.
+        self.describe_shards: Callable[[], str] = lambda: ""
         self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {
             name: getattr(self, name) for name in ACTIONS
         } | {
@@ -146,7 +148,9 @@ class ManagementApi:
         explanation = model.explain()
         processes = await self._processes()
         verdicts = [*explanation.verdicts, *who_is_busy(processes)]
-        return _json(replace(explanation, verdicts=verdicts, processes=processes))
+        shards = self.describe_shards()
+        explanation = replace(explanation, verdicts=verdicts, processes=processes, shards=shards)
+        return _json(explanation)
 
     async def index(self, call: ManagementCall) -> bytes:
         return _json(await self.control.index(call.parameters.get("ready", False)))

@@ -101,6 +101,8 @@ class FrontUse:
     pid: int = 0
     # Its `process` label.
     kind: str = ""
+    # Whether a shard accepts new connections; None for fronts, which all do.
+    accepts: bool | None = None
 
     @property
     def labels(self) -> Labels:
@@ -231,6 +233,9 @@ def _fronts(fronts: Sequence[FrontUse]) -> Iterator[ScrapeLines]:
     counts = [(each.labels, each.num_connections) for each in fronts]
     text = "Clients connected to each protocol process"
     yield ScrapeLines.of("penstock_front_connections", text, "gauge", counts)
+    accepts = [(each.labels, int(each.accepts)) for each in fronts if each.accepts is not None]
+    text = "Whether a shard accepts new connections (0 or 1)"
+    yield ScrapeLines.of("penstock_front_accepts", text, "gauge", accepts)
 
 
 def _regions(regions: Mapping[str, tuple[int, int]]) -> Iterator[ScrapeLines]:

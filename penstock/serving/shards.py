@@ -324,6 +324,8 @@ class Shards:
     table: Callable[[], frames.Publish] = lambda: frames.Publish(0, {}, {}, ())
     # Returns the memory that clients have registered.
     regions: Callable[[], Sequence[Region]] = lambda: ()
+    # Called when a shard has ended.
+    on_lost: Callable[[], None] = lambda: None
     _epoch: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -344,9 +346,15 @@ class Shards:
             model.join(shard, session)
         await self._ask(session, self._publishing())
 
+    def move_clients(self, shard: int, count: int) -> None:
+        """Ask so many clients of a shard to connect again."""
+        if (session := self._sessions.get(shard)) is not None:
+            session.send(frames.MoveClients(count))
+
     def lose(self, shard: int) -> None:
         """Forget a shard whose process has ended."""
         self.blocks.lose_shard(shard)
+        self.on_lost()
         if self._sessions.pop(shard, None) is not None:
             for model in self._models.values():
                 model.leave(shard)

@@ -6,7 +6,7 @@ both. Everything in the page is a hint. Readers bound what they read, and a page
 only change what is refused, how batches are divided and when answers leave, never an answer.
 
     header       core          layout: version, shards, models, slots of a model
-    shard        the shard     heartbeat, CPU seconds, connections
+    shard        the shard     heartbeat, CPU seconds, clients, clients that move
     model
       queue      the shard     requests, rows, tokens, work by level; due, head, arrivals; when
                                its oldest request came, if answers have an order; requests
@@ -53,10 +53,11 @@ HELD_CELLS = NUM_KEYS * NUM_LEVELS
 # Cells of a slot block.
 ENDS_AT, STARTED, NUM_ROWS, NUM_BATCHES = 0, 1, 2, 3
 # Cells of a shard block.
-HEARTBEAT, CPU_S, CONNECTIONS = 0, 1, 2
+HEARTBEAT, CPU_S, CLIENTS, MOVING = 0, 1, 2, 3
 # Larger values are not believed.
 MAX_COUNT = 1e7
 MAX_WORK_S = 3600.0
+MAX_TIME_S = 1e10
 # Figures are read again after this time, and arrival rates after that one.
 MAX_AGE_S = 0.00005
 MAX_RATE_AGE_S = 0.001
@@ -104,6 +105,17 @@ class PageLayout:
 
     def slot_at(self, model: int, slot: int) -> int:
         return self.model_at(model) + self.num_shards * self.shard_cells + slot * SLOT_CELLS
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A shard at the time `at`: CPU time of its loop so far; clients that sent something lately,
+    and those of them that were asked to connect again."""
+
+    at: float
+    cpu_s: float
+    num_clients: int
+    num_moving: int = 0
 
 
 class SharedPage:
@@ -158,12 +170,24 @@ class SharedPage:
         with contextlib.suppress(BufferError):
             self.cells.release()
 
-    def beat(self, shard: int, now: float, cpu_s: float, num_connections: int) -> None:
+    def beat(self, shard: int, beat: Heartbeat) -> None:
         """Show that a shard is alive, and how busy."""
         at = self.layout.shard_at(shard)
-        self.cells[at + CPU_S] = cpu_s
-        self.cells[at + CONNECTIONS] = num_connections
-        self.cells[at + HEARTBEAT] = now
+        self.cells[at + CPU_S] = beat.cpu_s
+        self.cells[at + CLIENTS] = beat.num_clients
+        self.cells[at + MOVING] = beat.num_moving
+        self.cells[at + HEARTBEAT] = beat.at
+
+    def beats(self) -> list[Heartbeat]:
+        """Return what the shards have shown; all 0 if one has not, or is dead."""
+        found = []
+        for shard in range(self.layout.num_shards):
+            at = self.layout.shard_at(shard)
+            when, cpu_s, *counts = self.cells[at : at + MOVING + 1].tolist()
+            clients, moving = (int(bounded(count, MAX_COUNT)) for count in counts)
+            times = bounded(when, MAX_TIME_S), bounded(cpu_s, MAX_TIME_S)
+            found.append(Heartbeat(*times, clients, moving))
+        return found
 
     def clear_shard(self, shard: int, models: Iterable[int] | None = None) -> None:
         """Remove what a dead shard has shown of these models, or of all. Only the core, before a

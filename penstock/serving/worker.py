@@ -370,9 +370,10 @@ class Worker:
 
     def _run(self, run: Run) -> None:
         assert self._loaded is not None
+        now = time.monotonic()
         for part in run.parts:
             if part.link.hears_starts:
-                part.link.send(frames.Started(part.frame.batch, len(run.parts) > 1))
+                part.link.send(frames.Started(part.frame.batch, len(run.parts) > 1, now))
         if self._answerer is not None:
             with self._lock:
                 self._num_unclaimed += run.claimed is None

@@ -210,11 +210,12 @@ class Decline(Frame, tag="pass"):
 
 
 class Started(Frame, tag="go"):
-    """A batch runs now, of a worker that several shards have. A worker that dies was not killed by
-    what it had not started."""
+    """A batch runs, since `at` on the machine's monotonic clock, of a worker that several shards
+    have. A worker that dies was not killed by what it had not started."""
 
     batch: int
     is_merged: bool
+    at: float = 0.0
 
 
 class Claim(Frame, tag="clm"):
@@ -436,6 +437,12 @@ class Pong(Frame, tag="pong"):
     """The answer to Ping, with the number of connected clients if the front knows it."""
 
     num_connections: int = 0
+
+
+class MoveClients(Frame, tag="move"):
+    """So many clients should leave this shard, by connecting again after their next answer."""
+
+    count: int
 
 
 class Drain(Frame, tag="drn"):
@@ -675,7 +682,7 @@ FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
 FromShard = FromPart | ShardAnswer | Lease | Manage
-ToShard = ToPart | AskShard | Release | Leased | Managed | OpenRegion | CloseRegion
+ToShard = ToPart | AskShard | Release | Leased | Managed | OpenRegion | CloseRegion | MoveClients
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
 ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
 

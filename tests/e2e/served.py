@@ -17,13 +17,17 @@ from pathlib import Path
 import psutil
 from waiting import wait_until
 
+from penstock.serving.shared_page import SharedPage
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 
 
 class Served:
     """A server on a free port; `terminate` asserts that it leaves no process behind. With `grpc` it
     answers that too, at `grpc_address`. `prefix` is a command that runs the server's command in its
-    own process, such as `prlimit`. The log is a file without a name in `log_folder`."""
+    own process, such as `prlimit`. The log is a file without a name in `log_folder`. It has one
+    shard unless the flags or TEST_SHARDS say otherwise, so that it is the same on all machines;
+    several all accept."""
 
     def __init__(
         self,
@@ -38,6 +42,11 @@ class Served:
         command += ["--http-port", "0"]
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
+        if "--shards" not in flags:
+            number = "1" if "--fronts" in flags else os.environ.get("TEST_SHARDS", "1")
+            command += ["--shards", number]
+        if "--shard-accept" not in flags:
+            command += ["--shard-accept", "all"]
         self.errors = tempfile.TemporaryFile("w+", dir=log_folder)  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, *flags],
@@ -167,6 +176,17 @@ def num_sockets(process: psutil.Process, status: str = psutil.CONN_ESTABLISHED) 
     with contextlib.suppress(psutil.Error):
         return sum(each.status == status for each in process.net_connections("tcp"))
     return 0
+
+
+def open_page(served: Served) -> SharedPage:
+    """The page of a server's shards and workers."""
+    folder = Path(f"/proc/{served.process.pid}/fd")
+    link = next(each for each in folder.iterdir() if "penstock-page" in os.readlink(each))
+    fd = os.open(link, os.O_RDWR)
+    try:
+        return SharedPage.open(fd)
+    finally:
+        os.close(fd)
 
 
 def null_model(

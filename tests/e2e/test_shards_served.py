@@ -22,7 +22,7 @@ from pathlib import Path
 import grpc
 import pytest
 from load import Load
-from served import Served, null_model, num_sockets, python_model
+from served import Served, null_model, num_sockets, open_page, python_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from waiting import wait_until
 
@@ -245,17 +245,6 @@ def test_all_shards_together_keep_the_rate_of_a_key(tmp_path: Path):
         # The bucket holds a second's worth, and is refilled meanwhile.
         assert 10 <= statuses.count(200) <= 10 + 10 * elapsed_s
         assert statuses[:10] == [200] * 10
-
-
-def open_page(served: Served) -> SharedPage:
-    """The page of a server's shards and workers."""
-    folder = Path(f"/proc/{served.process.pid}/fd")
-    link = next(each for each in folder.iterdir() if "penstock-page" in os.readlink(each))
-    fd = os.open(link, os.O_RDWR)
-    try:
-        return SharedPage.open(fd)
-    finally:
-        os.close(fd)
 
 
 def num_queued(page: SharedPage) -> float:

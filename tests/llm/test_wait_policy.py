@@ -54,12 +54,3 @@ def test_this_machine_is_measured(monkeypatch):
     monkeypatch.setattr(wait_policy, "SAMPLE_S", 0.05)
     found = wait_policy.measure_load()
     assert found.num_cores == len(os.sched_getaffinity(0)) and found.others >= 0
-
-
-def test_quotas_of_control_groups(tmp_path):
-    path = tmp_path / "cpu.max"
-    assert wait_policy.read_quota(path) is None
-    path.write_text("max 100000\n")
-    assert wait_policy.read_quota(path) is None
-    path.write_text("150000 100000\n")
-    assert wait_policy.read_quota(path) == 1.5

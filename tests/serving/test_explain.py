@@ -343,7 +343,7 @@ def test_a_rerun_waits_before_all_others():
     ("shares", "words"),
     [
         ({"core": 0.5}, []),
-        ({"core": 0.95}, ["takes 95% of a core and answers HTTP itself: penstock serve --fronts"]),
+        ({"core": 0.95}, ["takes 95% of a core and answers HTTP itself: penstock serve --shards"]),
         ({"core": 0.3, "HTTP front 1": 0.5, "HTTP front 2": 0.5}, []),
         ({"core": 0.3, "HTTP front 1": 1.0}, ["HTTP front 1 takes 100% of a core: more of them"]),
         ({"core": 0.99, "HTTP front 1": 0.5}, ["takes 99% of a core, beside 1 HTTP fronts"]),

@@ -112,9 +112,14 @@ class TestGoodput:
     def test_all(self, scenario: Scenario, cv: float, share: float, num_shards: int) -> None:
         """The least of several seeds counts: the collapse that the cap of a batch prevents depends
         on the seed."""
+        ratios = {}
         for seed in (7, 8, 11):
             load = sharded(scenario, arrivals(scenario, share, cv, 20_000, seed), num_shards)
-            assert goodput_ratio(scenario, load) >= LAW, seed
+            ratios[seed] = goodput_ratio(scenario, load)
+        lowest = min(ratios.values())
+        told = f"{num_shards} shards, {scenario.name}, CV {cv:g}, load {share:g}"
+        print(f"\n{told}: goodput {lowest:.3f} of one shard's")
+        assert lowest >= LAW, ratios
 
     def test_without_merging_it_would_fail(self) -> None:
         """The law has teeth: four shards that each form their own batches lose a third."""

@@ -22,6 +22,7 @@ from penstock.serving.shared_page import (
     MAX_COUNT,
     MAX_WORK_S,
     QUEUE_CELLS,
+    Heartbeat,
     PageBlocks,
     PageElsewhere,
     PageLayout,
@@ -75,10 +76,20 @@ class TestLayout:
         with pytest.raises(ConfigError, match="5 slots; the shared page has room for 1 to 4"):
             PageElsewhere(SharedPage.in_memory(LAYOUT), 0, 0, 5)
 
+    def test_heartbeats_are_bounded(self) -> None:
+        page = SharedPage.in_memory(LAYOUT)
+        page.beat(0, Heartbeat(9.0, 1.5, 10, 2))
+        page.beat(1, Heartbeat(math.nan, -math.inf, 10**9, -4))
+        assert page.beats() == [
+            Heartbeat(9.0, 1.5, 10, 2),
+            Heartbeat(0.0, 0.0, 0, 0),
+            Heartbeat(0.0, 0.0, 0),
+        ]
+
     def test_only_the_blocks_of_the_dead_are_cleared(self) -> None:
         page = SharedPage.in_memory(LAYOUT)
         for shard in range(3):
-            page.beat(shard, 9.0, 1.0, 10)
+            page.beat(shard, Heartbeat(9.0, 1.0, 10))
             for model in range(2):
                 page.show_queue(model, shard, load(5), 0.0)
         for slot in range(4):

@@ -20,6 +20,7 @@ from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.processes.life import ProcessLife
 from penstock.serving.core_link import ShardSetup
+from penstock.serving.explain import explain
 from penstock.serving.model import Model
 from penstock.types import Request, TensorSpec, from_array
 
@@ -136,6 +137,23 @@ def test_an_idle_worker_gets_a_batch_unasked():
         check(request, 1), check(late, 2)
 
     run(CONFIG, scenario, sees_idle=lambda index: True)
+
+
+def test_what_waits_in_the_worker_does_not_count_as_time_of_the_batch():
+    """Another shard's batch may run when one arrives that was sent to an idle worker."""
+
+    async def scenario(models, puppets):
+        for number in range(10):
+            request = ask(number)
+            models[0].submit(request)
+            await settle()
+            assert not request.is_done
+            await asyncio.sleep(0.1)
+            await all_done([request], puppets)
+        (pace,) = explain(models[0], 0.0).paces
+        assert pace.times_s[1] < 0.05
+
+    run(SLO, scenario, sees_idle=lambda index: True)
 
 
 def test_the_request_that_makes_a_merged_batch_fail_is_found():

@@ -1,6 +1,7 @@
 """A worker of several shards: each row is answered once, whatever it ran with."""
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -242,14 +243,17 @@ def test_shards_that_ask_for_it_hear_of_the_start_before_the_answer():
             shard.add_slab()
         worker.step()
         numbers = [shard.dispatch([(0, 0, 2)]) for shard in shards]
+        began = time.monotonic()
         worker.step()
         for shard, number in zip(shards, numbers, strict=True):
             started, done = shard.receive()
-            assert started == frames.Started(number, True)
+            assert started == frames.Started(number, True, started.at)
+            assert began <= started.at <= time.monotonic()
             assert isinstance(done, frames.Done)
         number = shards[0].dispatch([(0, 0, 1)])
         worker.step()
-        assert shards[0].receive()[0] == frames.Started(number, False)
+        started = shards[0].receive()[0]
+        assert started == frames.Started(number, False, started.at)
     finally:
         worker.close()
 

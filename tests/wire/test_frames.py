@@ -134,6 +134,7 @@ TO_FRONT = [
     frames.Leased(b"key", 3, 0.5),
     frames.OpenRegion(b"key", REGION),
     frames.CloseRegion(3),
+    frames.MoveClients(7),
     frames.Managed(1, INLINE),
     frames.Managed(1, frames.Parcel(), "NotFound", "é"),
     frames.AskShard(9, frames.Parcel((), b"question")),
