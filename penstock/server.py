@@ -26,6 +26,7 @@ from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
+from penstock.llm.sharded_text import ShardedText
 from penstock.processes.child import limited
 from penstock.protocols import access_log
 from penstock.protocols.fronts import CoreApi, Front, http_spec, shard_spec
@@ -81,9 +82,6 @@ FRONTS_WITH_TEXT = (
 )
 
 
-SHARDS_WITH_TEXT = (
-    "--shards does not work with language models yet; serve '{name}' from a server with --shards 1"
-)
 SHARDS_WITH_QUOTAS = (
     "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
     "--shards 1"
@@ -92,18 +90,22 @@ SHARDS_WITH_QUOTAS = (
 
 def text_problem(options: ServeOptions) -> str:
     """Return why language models cannot be served with these options; empty if they can."""
-    if options.fronts:
-        return FRONTS_WITH_TEXT
-    return SHARDS_WITH_TEXT if options.shards > 1 else ""
+    return FRONTS_WITH_TEXT if options.fronts else ""
 
 
 def make_text_model(
-    config: ModelConfig, quotas: Quotas, options: ServeOptions | None = None
+    config: ModelConfig,
+    quotas: Quotas,
+    options: ServeOptions | None = None,
+    shards: Shards | None = None,
 ) -> Served:
     """Create a language model. ConfigError if the options do not allow it."""
     if options is not None and (problem := text_problem(options)):
         raise ConfigError([problem.replace("{name}", config.name)])
-    return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
+    start_life = limited(EngineLife, config.memory_bytes)
+    if shards is not None:
+        return ShardedText(config, shards, start_life)
+    return LanguageModel(config, start_life, quotas=quotas)
 
 
 class Server:
@@ -117,7 +119,7 @@ class Server:
         shards = self._shards = Shards(options.shards) if options.shards > 1 else None
         self.catalog = Catalog(
             fleet=Fleet(options.gpu_memory_reserve),
-            makers={LLM: partial(make_text_model, options=options)},
+            makers={LLM: partial(make_text_model, options=options, shards=shards)},
             shards=shards,
         )
         self._key_file = KeyFile(Path(options.api_keys)) if options.api_keys else None

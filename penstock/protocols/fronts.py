@@ -399,6 +399,11 @@ class Session:
                 leased, wait_s = quotas.lease(frame.key, frame.amount, now)
                 if frame.amount > 0:
                     self.line.send(frames.Leased(frame.key, leased, wait_s))
+            case frames.TakeTokens(call, key, amount):
+                wait_s = self._catalog.quotas.take_tokens(key, amount, time.monotonic())
+                self.line.send(frames.TokensTaken(call, wait_s))
+            case frames.UseTokens(key, amount):
+                self._catalog.quotas.use_tokens(key, amount, time.monotonic())
             case frames.Manage():
                 self._managing[frame.call] = task = self._loop.create_task(self._manage(frame))
                 task.add_done_callback(lambda task: self._managing.pop(frame.call))
@@ -546,7 +551,8 @@ class Front:
             return
         opening = msgspec.structs.replace(self._spec.opening, port=self.port)
         if self._spec.shard is not None:
-            opening.rates = self._core.management.catalog.quotas.rates
+            quotas = self._core.management.catalog.quotas
+            opening.rates, opening.token_rates = quotas.rates, quotas.token_rates
         self._session.open(opening)
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
@@ -569,11 +575,11 @@ class Front:
         """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        rates = self._core.management.catalog.quotas.rates
-        opening = msgspec.structs.replace(self._spec.opening, keys=keys, rates=rates)
+        opening = msgspec.structs.replace(self._spec.opening, keys=keys)
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
-            self._session.line.send(frames.SetKeys(keys, rates))
+            quotas = self._core.management.catalog.quotas
+            self._session.line.send(frames.SetKeys(keys, quotas.rates, quotas.token_rates))
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:

@@ -72,7 +72,8 @@ class Remote:
     is set when the core says so or has exited; `on_drain` is called when it is about to stop;
     `count_connections` provides the number for a Pong; `on_keys` receives changed API keys. In a
     shard, `on_part` receives what the core says about models, with a socket if one came along, and
-    `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`."""
+    `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`,
+    `on_token_rates` and `on_tokens` for `serving.shared_tokens`."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -94,6 +95,8 @@ class Remote:
         self.on_question: Callable[[frames.ShardQuestion], Awaitable[bytes]] | None = None
         self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
         self.on_leased: Callable[[frames.Leased], None] = lambda leased: None
+        self.on_token_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
+        self.on_tokens: Callable[[frames.TokensTaken], None] = lambda taken: None
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
@@ -232,6 +235,7 @@ class Remote:
             case frames.SetKeys():
                 self.on_keys(_keys(frame.keys))
                 self.on_rates(frame.rates)
+                self.on_token_rates(frame.token_rates)
             case frames.Stop():
                 self.stopped.set()
             case frames.OpenFront():
@@ -254,6 +258,8 @@ class Remote:
                 task.add_done_callback(self._answering.discard)
             case frames.Leased():
                 self.on_leased(frame)
+            case frames.TokensTaken():
+                self.on_tokens(frame)
             case frames.Managed():
                 self._managed(frame)
             case frames.Release():

@@ -3,7 +3,8 @@ the bottleneck.
 
 Started by `protocols.fronts` as `python -m penstock.protocols.shard_main FD PARENT`. It accepts
 connections from listeners that the core has made, decodes, queues and batches inferences, and sends
-them to the workers itself (`serving.shard`). All other routes and methods go to the core, so that
+them to the workers itself (`serving.shard`). It tokenizes texts, sends them to the engines of
+language models, and streams the answers. All other routes and methods go to the core, so that
 answers do not depend on the process. Exits when the core says so or has exited.
 """
 
@@ -19,8 +20,9 @@ from functools import partial
 
 import uvloop
 
-from penstock.config import HttpLimits, TlsConfig
+from penstock.config import HttpLimits, ModelConfig, TlsConfig
 from penstock.errors import QuotaExceeded
+from penstock.llm.language_model import LanguageModel, TextShard
 from penstock.protocols import access_log
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.generate_http import GenerateHttp
@@ -38,10 +40,13 @@ from penstock.protocols.route import Match
 from penstock.protocols.tls import H2, HTTP_1, TlsFiles, watch
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import LocalInference, Parked, V2Http
+from penstock.serving.core_link import EngineCore, EnginePart
 from penstock.serving.leases import IDLE_S
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.model_table import ModelTable
+from penstock.serving.served import Served
 from penstock.serving.shard import Shard
+from penstock.serving.shared_tokens import SharedTokens
 from penstock.wire import frames
 
 # Handlers of routes that use models directly.
@@ -109,9 +114,9 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     logs_requests = settings.logs_requests
     if logs_requests:
         access_log.log.setLevel(logging.INFO)
-    assert remote.page is not None and settings.shard is not None
     limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings), Lifecycle()
-    shard, rates = Shard(remote.send, remote.page, settings.shard), LeasedRates(remote.send)
+    shard = make_shard(remote, settings)
+    rates = LeasedRates(remote.send)
     router = ShardRouter(remote, shard.table, lifecycle, gate, rates, logs_requests)
     v2 = V2Http(router, limits, gate, logs_requests)
     http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare)
@@ -158,6 +163,23 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
     await asyncio.gather(*(server.close() for server in servers))
     await service.close()
     await shard.close()
+
+
+def make_shard(remote: Remote, settings: frames.OpenFront) -> Shard:
+    """Create the shard's models, and connect those of language with the quotas of the core."""
+    page, number = remote.page, settings.shard
+    assert page is not None and number is not None
+    tokens = SharedTokens(remote.send, asyncio.get_running_loop().call_soon)
+    tokens.replace(settings.token_rates)
+    remote.on_token_rates, remote.on_tokens = tokens.replace, tokens.taken
+
+    def make_text(config: ModelConfig, core: EngineCore) -> tuple[Served, EnginePart]:
+        place = TextShard(core, tokens, page.layout.num_shards)
+        model = LanguageModel(config, quotas=shard.table.quotas, shard=place)
+        return model, model.part
+
+    shard = Shard(remote.send, page, number, make_text)
+    return shard
 
 
 def load_tls(tls: TlsConfig | None, protocol: str) -> tuple[TlsFiles | None, ssl.SSLContext | None]:

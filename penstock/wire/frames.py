@@ -13,11 +13,12 @@ the first, OpenFront, is sent alone.
     worker → shard  Claim, Started, Done, BatchFailed, Leaving
     core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
     front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
-    core → shard    as to a front, and ToPart, AskShard, Leased, Managed
-    shard → core    as from a front, and FromPart, ShardAnswer, Lease, Manage
+    core → shard    as to a front, and ToPart, AskShard, Leased, TokensTaken, Managed
+    shard → core    as from a front, and FromPart, ShardAnswer, Lease, TakeTokens, UseTokens, Manage
 
-A shard holds requests, and has a socket of its own to each worker; the core is one. A worker merges
-the rows of several shards in one batch.
+A shard holds requests, and has a socket of its own to each worker and to the engine of each
+language model (`llm.messages`); the core is one. A worker merges the rows of several shards in one
+batch.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ class Enclosed(Frame, tag="seg"):
 
 
 class Attach(Frame, tag="att"):
-    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts. If
-    there can be others, the descriptor of the shared page comes second; the worker's slots begin at
-    `first_slot` of this `block` there."""
+    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts. For
+    a worker, if there can be others, the descriptor of the shared page comes second; its slots
+    begin at `first_slot` of this `block` there."""
 
     shard: int
     life: int = 0
@@ -298,6 +299,8 @@ class OpenFront(Frame, tag="open"):
     rates: dict[bytes, float] = {}
     # For a shard that answers gRPC; a fourth descriptor is the listener for it.
     grpc: GrpcConfig | None = None
+    # For a shard: tokens per second of the API keys that have a limit.
+    token_rates: dict[bytes, float] = {}
 
 
 class SetKeys(Frame, tag="keys"):
@@ -305,6 +308,7 @@ class SetKeys(Frame, tag="keys"):
 
     keys: dict[bytes, tuple[str, ...]]
     rates: dict[bytes, float] = {}
+    token_rates: dict[bytes, float] = {}
 
 
 class Listening(Frame, tag="lis"):
@@ -499,8 +503,59 @@ class Left(Frame, tag="left"):
     life: int
 
 
-ToPartMessage = ModelProved | SetWorker | Died | Verdict | SetQuarantine | SetReason | TryGranted
-FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left
+class EngineReady(Frame, tag="ready"):
+    """The engine of a language model is loaded. `built` is how it resolved its options."""
+
+    version: int
+    load_s: float
+    num_blocks: int
+    max_length: int
+    # Tokens that the model knows.
+    vocabulary: int
+    built: dict[str, str]
+
+
+class SetEngine(Frame, tag="sete"):
+    """A language model has a ready engine. To another process it comes with the descriptor of the
+    socket to it. Requests of this part are numbered from `first_request` on, which no other part
+    uses; the model was loaded at `loaded_at`, in seconds since 1970."""
+
+    life: int
+    ready: EngineReady
+    first_request: int
+    loaded_at: int
+
+
+class EngineEnded(Frame, tag="ende"):
+    """The engine has died: how it ended, and why there is none now. The next one is started at
+    `restart_at`, by the monotonic clock, and takes about `load_s`; None: it is unknown when there
+    will be one."""
+
+    ending: str
+    reason: str
+    restart_at: float = 0.0
+    load_s: float | None = None
+
+
+class EngineHung(Frame, tag="hnge"):
+    """The engine said nothing for `silent_s`, although it has requests of this part."""
+
+    life: int
+    silent_s: float
+
+
+ToPartMessage = (
+    ModelProved
+    | SetWorker
+    | Died
+    | Verdict
+    | SetQuarantine
+    | SetReason
+    | TryGranted
+    | SetEngine
+    | EngineEnded
+)
+FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left | EngineHung
 
 
 class ToPart(Frame, tag="tpt"):
@@ -519,7 +574,7 @@ class FromPart(Frame, tag="fpt"):
 
 class OpenModel(Frame, tag="opm"):
     """Prepare to serve a version of a model; `parts` number its stages, `blocks` are theirs on the
-    shared page."""
+    shared page. A language model is one part and has no block."""
 
     model: int
     config: ModelConfig
@@ -574,6 +629,30 @@ class Leased(Frame, tag="lead"):
     wait_s: float
 
 
+class TakeTokens(Frame, tag="tkt"):
+    """A shard wants to start a prompt of this many tokens for a key that has a limit of tokens per
+    second."""
+
+    call: int
+    key: bytes
+    amount: int
+
+
+class TokensTaken(Frame, tag="tktd"):
+    """The answer to TakeTokens: the tokens are counted or, if `wait_s` is above 0, the key has used
+    up its tokens for so long."""
+
+    call: int
+    wait_s: float
+
+
+class UseTokens(Frame, tag="ust"):
+    """Tokens that were generated for a key that has a limit."""
+
+    key: bytes
+    amount: int
+
+
 class Manage(Frame, tag="mng"):
     """A management call of a shard's gRPC client, as `serving.management.ManagementCall`. `caller`
     is the digest of its API key, which the shard has checked."""
@@ -617,8 +696,8 @@ ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
-FromShard = FromPart | ShardAnswer | Lease | Manage
-ToShard = ToPart | AskShard | Release | Leased | Managed
+FromShard = FromPart | ShardAnswer | Lease | TakeTokens | UseTokens | Manage
+ToShard = ToPart | AskShard | Release | Leased | TokensTaken | Managed
 FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
 ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
 
