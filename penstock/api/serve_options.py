@@ -48,8 +48,8 @@ class ServeOptions:
     shards: int = listen_flag(
         "Processes that take requests on the same port",
         "With 1, the core process takes them. Raise it when penstock explain says that the core's "
-        "event loop is the bottleneck and CPU cores are idle. Works neither with language models "
-        "nor with the quota queue_share yet.",
+        "event loop is the bottleneck and CPU cores are idle. Does not work with the quota "
+        "queue_share yet.",
         **number(1, "N", 1, 64),
     )
     id: str = listen_flag(
