@@ -53,6 +53,10 @@ LONG = {"model": NAME, "prompt": "the cat sat", "max_tokens": 3000, "ignore_eos"
 LONG |= {"stream": True, "temperature": 0}
 
 
+# One number of shards in every run of the tests, the others before a release.
+SHARDS = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     limits = {"penstock.max_num_seqs": "32", "penstock.kv_cache_bytes": str(64 << 20)}
@@ -61,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("text"), limits, max_length=4000)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def served(folder: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     with Served(folder, "--drain-s", "60", "--shards", str(request.param)) as server:
         if request.param > 1:
@@ -250,6 +254,7 @@ def test_a_renderer_that_is_killed_is_replaced(served: Served):
         wait_until(lambda: answer(served, "/v1/chat/completions", asked)[0] == 200)
 
 
+@pytest.mark.slow
 def test_a_hung_engine_is_replaced(tmp_path: Path):
     folder = write_model(tmp_path)
     with open(folder / "config.pbtxt", "a") as file:
@@ -266,7 +271,7 @@ def test_a_hung_engine_is_replaced(tmp_path: Path):
         assert metrics(served)["penstock_worker_deaths"] == 1
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", SHARDS)
 def test_streams_finish_when_the_server_stops(folder: Path, num_shards: int):
     served = Served(folder, "--drain-s", "60", "--shards", str(num_shards))
     processes = served.processes()
@@ -282,6 +287,7 @@ def test_streams_finish_when_the_server_stops(folder: Path, num_shards: int):
     assert served.finish(processes) == 0
 
 
+@pytest.mark.slow
 def test_streams_are_told_when_the_drain_period_ends(folder: Path):
     served = Served(folder, "--drain-s", "0.2", "--shards", "2")
 
@@ -296,7 +302,7 @@ def test_streams_are_told_when_the_drain_period_ends(folder: Path):
     assert served.finish([]) == 0
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
+@pytest.mark.parametrize("num_shards", SHARDS)
 def test_quotas_of_keys_hold_over_all_shards(folder: Path, tmp_path: Path, num_shards: int):
     """So low that nothing comes back while the test runs."""
     keys = {"slow": "tokens_per_s = 0.01", "rare": "requests_per_s = 0.01", "free": ""}
@@ -324,6 +330,7 @@ def test_quotas_of_keys_hold_over_all_shards(folder: Path, tmp_path: Path, num_s
             assert answer(served, "/v1/completions", body, f"{'slow':-<16}")[0] == 200
 
 
+@pytest.mark.slow
 def test_models_come_and_go_in_all_shards(folder: Path, tmp_path: Path):
     repository = tmp_path / "models"
     repository.mkdir()
