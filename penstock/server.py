@@ -1,6 +1,5 @@
 """The core process, from start to graceful shutdown: one event loop with the catalog and the
-servers of HTTP and gRPC. If `fronts` is set, front processes serve HTTP instead of the core; with
-several shards, these serve both."""
+servers of HTTP and gRPC. With several shards, their processes serve both instead of the core."""
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ from penstock.llm.language_model import LanguageModel
 from penstock.llm.sharded_text import ShardedText
 from penstock.processes.child import limited
 from penstock.protocols import access_log
-from penstock.protocols.fronts import CoreApi, Front, http_spec, shard_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, Keys
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.grpc_server import GrpcServer
@@ -40,6 +38,7 @@ from penstock.protocols.key_file import KeyFile
 from penstock.protocols.line import cannot_listen, reserve, why_not_listen
 from penstock.protocols.listener import BACKLOG, Listener
 from penstock.protocols.openai_http import OpenAiHttp
+from penstock.protocols.shard_processes import CoreApi, ShardProcess, shard_spec
 from penstock.protocols.tls import H2, TlsFiles, watch
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import Models, V2Http
@@ -54,6 +53,7 @@ from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.shards import Shards
 from penstock.system.exit_codes import ExitCode
+from penstock.wire.frames import VERSION, OpenShard
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -75,33 +75,14 @@ class LoadProgress:
     elapsed_s: float
 
 
-# Fronts do not help language models: the core makes all text either way, fronts only forward it.
-FRONTS_WITH_TEXT = (
-    "--fronts does not work with language models: they were slower with it (21,172 tokens/s with "
-    "4 fronts, 28,940 without); serve '{name}' from a server without --fronts"
-)
-
-
 SHARDS_WITH_QUOTAS = (
     "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
     "--shards 1"
 )
 
 
-def text_problem(options: ServeOptions) -> str:
-    """Return why language models cannot be served with these options; empty if they can."""
-    return FRONTS_WITH_TEXT if options.fronts else ""
-
-
-def make_text_model(
-    config: ModelConfig,
-    quotas: Quotas,
-    options: ServeOptions | None = None,
-    shards: Shards | None = None,
-) -> Served:
-    """Create a language model. ConfigError if the options do not allow it."""
-    if options is not None and (problem := text_problem(options)):
-        raise ConfigError([problem.replace("{name}", config.name)])
+def make_text_model(config: ModelConfig, quotas: Quotas, shards: Shards | None = None) -> Served:
+    """Create a language model, in the shards if there are several."""
     start_life = limited(EngineLife, config.memory_bytes)
     if shards is not None:
         return ShardedText(config, shards, start_life)
@@ -119,7 +100,7 @@ class Server:
         shards = self._shards = Shards(options.shards) if options.shards > 1 else None
         self.catalog = Catalog(
             fleet=Fleet(options.gpu_memory_reserve),
-            makers={LLM: partial(make_text_model, options=options, shards=shards)},
+            makers={LLM: partial(make_text_model, shards=shards)},
             shards=shards,
         )
         self._key_file = KeyFile(Path(options.api_keys)) if options.api_keys else None
@@ -134,14 +115,14 @@ class Server:
             self._grpc_tls = TlsFiles(options.tls, warns=False, protocol=H2)
         self._watching: list[asyncio.Task[None]] = []
         self.lifecycle = Lifecycle(is_loading=True)
-        self._fronts: list[Front] = []
+        self._processes: list[ShardProcess] = []
         self.management = ManagementApi(
             self.catalog,
             Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
             self.lifecycle,
             options.id,
             tells_reasons=gate.keys is None,
-            fronts=lambda: [front.use() for front in self._fronts],
+            shards=lambda: [each.use() for each in self._processes],
         )
         if options.log_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
@@ -160,8 +141,8 @@ class Server:
         if options.open_metrics_port is not None:
             limits = replace(options.limits, max_body_bytes=METRICS_BODY_BYTES)
             self._metrics_http = HttpServer(self._metrics.handle, limits)
-        self._core = CoreApi(self.management, self.v2.handle, gate, options.log_requests, shards)
-        # Hold the port that fronts or shards share.
+        self._core = CoreApi(self.management, self.v2.handle, gate, shards)
+        # Listeners of the shards.
         self._reserved: list[socket.socket] = []
         infer = InferRpcs(self.catalog, self.lifecycle, gate, options.log_requests)
         self.grpc_service = GrpcService(infer, self._core.manage, gate)
@@ -219,15 +200,13 @@ class Server:
         if self._shards is not None:
             self._add_shards()
             self._watching.append(asyncio.create_task(self._shards.read_often()))
-        elif self._options.fronts:
-            self._add_http_fronts()
         else:
             self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
 
     @property
     def _answers_http(self) -> bool:
         """Whether the core itself has the HTTP port."""
-        return not self._options.fronts and self._shards is None
+        return self._shards is None
 
     @property
     def needs_key(self) -> bool:
@@ -250,8 +229,8 @@ class Server:
             text = "shutting down: requests in flight have %.0f s to finish"
             log.info(text, self._options.drain_s)
         self.lifecycle.drain()
-        for front in self._fronts:
-            front.drain()
+        for process in self._processes:
+            process.drain()
         if self.grpc is not None:
             self.grpc.go_away()
         self._stop.set()
@@ -270,7 +249,7 @@ class Server:
             await self.catalog.close()
         for task in self._watching:
             task.cancel()
-        await asyncio.gather(*(front.close() for front in self._fronts))
+        await asyncio.gather(*(each.close() for each in self._processes))
         for sock in self._reserved:
             sock.close()
         await self.v2.close()
@@ -286,9 +265,9 @@ class Server:
         if not self.lifecycle.is_loading:
             log.info("stopped")
 
-    def _answering(self) -> list[Listener | Front]:
+    def _answering(self) -> list[Listener | ShardProcess]:
         """Return all that may owe an answer."""
-        return [self.http, *self._fronts, *([] if self.grpc is None else [self.grpc])]
+        return [self.http, *self._processes, *([] if self.grpc is None else [self.grpc])]
 
     async def _close_grpc(self) -> None:
         """End streams and watches, which have no end of their own, then the connections."""
@@ -312,8 +291,8 @@ class Server:
                 self._gate.keys = keys
                 self.catalog.quotas.replace(keys.quotas)
                 self.http.forget_heads()
-                for front in self._fronts:
-                    front.set_keys(self._gate)
+                for process in self._processes:
+                    process.set_keys(self._gate)
                 log.info("API keys reloaded: %d", len(keys.scopes))
 
     async def _tell(
@@ -332,32 +311,18 @@ class Server:
                 on_progress(LoadProgress(num_loaded, len(names), waiting, elapsed_s))
 
     async def _load(self, found: RepositoryScan) -> None:
-        """Load the models while the fronts start; cancel loading if a front cannot listen."""
+        """Load the models while the shards start; cancel loading if one cannot."""
         loading = asyncio.ensure_future(self.catalog.load(found))
         try:
-            for front in self._fronts:
-                front.start()
-            for front in self._fronts:
-                await front.listening()
+            for process in self._processes:
+                process.start()
+            for process in self._processes:
+                await process.listening()
             await loading
         except BaseException:
             loading.cancel()
             await asyncio.wait([loading])
             raise
-
-    def _add_http_fronts(self) -> None:
-        options = self._options
-        place = (options.host, options.http_port)
-        try:
-            self._reserved = [reserve(*place)]
-        except OSError as error:
-            raise cannot_listen(*place, "HTTP", error) from None
-        self.http_port = self._reserved[0].getsockname()[1]
-        settings = (options.limits, self._gate, options.log_requests, options.tls)
-        self._fronts += [
-            Front(self._core, http_spec(number, (options.host, self.http_port), *settings))
-            for number in range(1, options.fronts + 1)
-        ]
 
     def _add_shards(self) -> None:
         """Make listeners for each shard on the same ports."""
@@ -367,11 +332,17 @@ class Server:
         if options.grpc_config is not None:
             ports.append(self._share_port(options.grpc_port, "gRPC"))
             self.grpc_port = ports[1][0].getsockname()[1]
-        settings = (options.limits, self._gate, options.log_requests, options.tls)
         for number, listeners in enumerate(zip(*ports, strict=True)):
-            front = http_spec(number, (options.host, self.http_port), *settings)
-            spec = shard_spec(front, number, listeners, options.grpc_config)
-            self._fronts.append(Front(self._core, spec))
+            opening = OpenShard(
+                VERSION,
+                number,
+                limits=options.limits,
+                logs_requests=options.log_requests,
+                tls=options.tls,
+                grpc=options.grpc_config,
+            )
+            spec = shard_spec(opening, listeners, self._gate)
+            self._processes.append(ShardProcess(self._core, spec))
 
     def _share_port(self, port: int, what: str) -> list[socket.socket]:
         """Return a listener on this port for each shard. They stay open here, so connections that a
@@ -402,19 +373,11 @@ def check(options: ServeOptions) -> None:
     """Check flags and ports before anything starts: CommandLineError for flags that contradict each
     other, ConfigError for ports that are taken."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
-    problems += _shard_problems(options)
     if problems:
         raise CommandLineError(problems)
-    problems = _front_problems(options)
+    problems = _shared_port_problems(options)
     if problems:
         raise ConfigError(problems)
-
-
-def check_models(found: RepositoryScan, options: ServeOptions) -> None:
-    """Raise CommandLineError for flags that do not fit the models."""
-    names = [each.name for each in found.configs if each.backend == LLM]
-    if names and (problem := text_problem(options)):
-        raise CommandLineError([problem.replace("{name}", name) for name in names])
 
 
 def check_quotas(keys: Keys, options: ServeOptions) -> None:
@@ -424,20 +387,12 @@ def check_quotas(keys: Keys, options: ServeOptions) -> None:
         raise ConfigError([text.replace("{path}", options.api_keys)])
 
 
-def _shard_problems(options: ServeOptions) -> list[str]:
-    """Refuse shards behind fronts."""
-    if options.shards == 1 or not options.fronts:
+def _shared_port_problems(options: ServeOptions) -> list[str]:
+    """Check the ports of shards, which would silently share them with those of another server."""
+    if options.shards == 1:
         return []
-    return [f"--fronts {options.fronts} and --shards {options.shards} exclude each other"]
-
-
-def _front_problems(options: ServeOptions) -> list[str]:
-    """Check the ports of HTTP fronts or shards now: they would notice only while models load, and
-    would silently share their ports with those of another server."""
-    shared: list[tuple[int, str]] = []
-    if options.fronts or options.shards > 1:
-        shared.append((options.http_port, "HTTP"))
-    if options.grpc and options.shards > 1:
+    shared = [(options.http_port, "HTTP")]
+    if options.grpc:
         shared.append((options.grpc_port, "gRPC"))
     host = options.host
     reasons = [(port, what, why_not_listen(host, port)) for port, what in shared]

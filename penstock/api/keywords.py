@@ -18,7 +18,6 @@ class ServeKeywords(TypedDict, total=False):
     grpc: bool
     metrics_port: int
     metrics: bool
-    fronts: int
     shards: int
     id: str
     model_control_mode: str

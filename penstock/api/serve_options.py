@@ -38,13 +38,6 @@ class ServeOptions:
         "Switch it off where /metrics on the HTTP port is enough.",
         value=True,
     )
-    fronts: int = listen_flag(
-        "Processes that serve HTTP on the same port",
-        "With 0, the core process serves HTTP. Raise it when penstock explain says that the core's "
-        "event loop is the bottleneck and CPU cores are idle; otherwise it only adds latency. Does "
-        "not work with language models.",
-        **number(0, "N", 0, 64),
-    )
     shards: int = listen_flag(
         "Processes that take requests on the same port",
         "With 1, the core process takes them. Raise it when penstock explain says that the core's "

@@ -1,7 +1,7 @@
 """KServe v2 / Triton over HTTP: admits messages and routes them, inference to its model.
 
 Only translates: paths to Servables, bytes to requests (`wire.v2`), errors to statuses by one table.
-The core and the front processes share this code; they differ only in their `Router`.
+The core and the shards share this code; they differ only in their `Router`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,6 @@ class Router(Protocol):
 
     def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
         """Return memory for the body of an inference request; None: it is read as any other."""
-
-    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
-        """Answer an inference request whose head or encoding is wrong. False: it is left to another
-        process, which also logs it."""
 
     def other(self, exchange: Exchange, match: Match) -> None:
         """Handle anything but inference."""
@@ -97,10 +93,6 @@ class LocalInference:
     def count(self, call: InferCall, exchange: Exchange) -> None:
         name, version = call.model_name, call.model_version
         self._catalog.count_request(call.caller, exchange.received, name, version)
-
-    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
-        reply_error(exchange, error)
-        return True
 
     def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
         if self._lifecycle.is_draining:
@@ -161,8 +153,7 @@ class Models:
             handle_generate,
             gate,
         )
-        self.count, self.refuse = local.count, local.refuse
-        self.infer, self.prepare = local.infer, local.prepare
+        self.count, self.infer, self.prepare = local.count, local.infer, local.prepare
         self._tasks = HandlerTasks()
         self._handlers = {**make_handlers(management), **(pages or {})}
         self.close = self._tasks.close
@@ -242,13 +233,10 @@ class V2Http:
     def _refuse(self, exchange: Exchange, call: object, error: Refusal) -> None:
         """Answer a message that never reached a model, and write it to the access log."""
         path = exchange.head.path
+        what = {"path": short_path(exchange.head)}
         if isinstance(call, InferCall):
             what = {"model": call.model_name}
-            if not self._router.refuse(exchange, error):
-                return
-        else:
-            what = {"path": short_path(exchange.head)}
-            reply_error(exchange, error)
+        reply_error(exchange, error)
         if self._logs_requests:
             access_log.refused("http", what, exchange.received, error, path)
 

@@ -3,7 +3,7 @@
 A shard in a process of its own takes requests (`serving.shard`); here are the core's ends: a
 `ModelPart` per shard and stage that sends frames, and `ShardedModel`, a version whose requests are
 in the shards. Language models have their own (`llm.sharded_text`). Knows neither how shards are
-started nor their sockets: `protocols.fronts` does. Belongs to the core's event loop.
+started nor their sockets: `protocols.shard_processes` does. Belongs to the core's event loop.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""The messages of the core and of shards with workers, and of the core with front processes.
+"""The messages of the core and of shards with workers, and of the core with shards.
 
 One frame is one datagram of a SOCK_SEQPACKET pair: MessagePack of a tagged array, a few hundred
 bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exchanged first and
 must match. Fields with a default may be added at the end, and frames for a new kind of process; any
 other change increments the version.
-Fronts use one frame per request, so their datagrams are arrays of all pending frames (`join`); only
-the first, OpenFront, is sent alone.
+Between the core and a shard, a datagram is an array of all pending frames (`join`); only the first,
+OpenShard, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, Stop
     worker → core   WorkerReady, StartFailed, Leaving
     shard → worker  Hello, MapSlab, Want, Dispatch, Decline, Release
     worker → shard  Claim, Started, Done, BatchFailed, Leaving
-    core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
-    front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
-    core → shard    as to a front, and ToPart, AskShard, Leased, TokensTaken, Managed
-    shard → core    as from a front, and FromPart, ShardAnswer, Lease, TakeTokens, UseTokens, Manage
+    core → shard    OpenShard, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased, TokensTaken,
+                    Release, Ping, Drain, Stop
+    shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
+                    TakeTokens, UseTokens, Release, Pong
 
 A shard holds requests, and has a socket of its own to each worker and to the engine of each
 language model (`llm.messages`); the core is one. A worker merges the rows of several shards in one
@@ -31,7 +31,7 @@ import msgspec
 from penstock.config import GrpcConfig, HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
-VERSION = 2
+VERSION = 3
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
@@ -194,7 +194,7 @@ class Claim(Frame, tag="clm"):
 
 
 class Release(Frame, tag="rel"):
-    """The outputs at these offsets of a worker's spill, or of a front's answers, were read."""
+    """The outputs at these offsets of a worker's spill, or bodies in a parcel, were read."""
 
     offsets: tuple[int, ...]
 
@@ -218,7 +218,7 @@ class WorkerReady(Frame, tag="rdy"):
 
 
 class StartFailed(Frame, tag="bad"):
-    """A worker could not load, or a front could not listen."""
+    """A worker could not load, or a shard could not start."""
 
     problems: tuple[str, ...]
 
@@ -276,35 +276,31 @@ class Parcel(Frame, tag="pcl"):
     offset: int | None = None
 
 
-class OpenFront(Frame, tag="open"):
-    """First frame to a front, with two descriptors: the segments for requests and answers."""
+class OpenShard(Frame, tag="open"):
+    """First frame to a shard, with descriptors: the segments for messages and for answers, the
+    shared page, and the listeners for HTTP and, if it is served, gRPC."""
 
     version: int
-    host: str
-    port: int
-    segment_bytes: int
+    shard: int
+    segment_bytes: int = 0
     # Scopes by digest of the API key, as in `protocols.gate`; None: no key is required.
     keys: dict[bytes, tuple[str, ...]] | None = None
     # Its limits, and the host names it serves; None: any.
     limits: HttpLimits | None = None
     hosts: tuple[str, ...] | None = None
-    # Whether the front logs requests that never reach the core.
+    # Whether it logs requests.
     logs_requests: bool = False
     # The TLS files; None: plain text.
     tls: TlsConfig | None = None
-    # Number of a shard; None: a front, which has no models. A third descriptor is its listener, a
-    # fourth the shared page.
-    shard: int | None = None
-    # For a shard: requests per second of the API keys that have a limit.
-    rates: dict[bytes, float] = {}
-    # For a shard that answers gRPC; a fourth descriptor is the listener for it.
+    # None: it does not answer gRPC.
     grpc: GrpcConfig | None = None
-    # For a shard: tokens per second of the API keys that have a limit.
+    # Requests and tokens per second of the API keys that have a limit.
+    rates: dict[bytes, float] = {}
     token_rates: dict[bytes, float] = {}
 
 
 class SetKeys(Frame, tag="keys"):
-    """The API keys have changed; fields as in OpenFront."""
+    """The API keys have changed; fields as in OpenShard."""
 
     keys: dict[bytes, tuple[str, ...]]
     rates: dict[bytes, float] = {}
@@ -312,61 +308,22 @@ class SetKeys(Frame, tag="keys"):
 
 
 class Listening(Frame, tag="lis"):
-    """The front accepts connections."""
+    """The shard has started, and accepts connections once the models are published."""
 
     version: int
-    port: int
-
-
-class Infer(Frame, tag="inf"):
-    """A request decoded by a front. `received` is a time of the monotonic clock, which all
-    processes of a machine share."""
-
-    call: int
-    model_name: str
-    model_version: str
-    received: float
-    parcel: Parcel
-    id: str = ""
-    outputs: tuple[str, ...] = ()
-    parameters: dict[str, Parameter] = {}
-    priority: int = 0
-    timeout_s: float | None = None
-    # Number of classes, by output that requests classification.
-    classes: dict[str, int] = {}
-    # The reply must include timings.
-    wants_timings: bool = False
-    # As `Request.caller`.
-    caller: bytes = b""
 
 
 class Cancel(Frame, tag="infc"):
-    """The client of this request, question or message is gone. A request or message is still
-    answered, possibly with an error."""
+    """The client of this message or call is gone. A message is still answered, possibly with an
+    error."""
 
     call: int
-
-
-class InferReply(Frame, tag="infr"):
-    """An answer. The request's memory is free after the final one, the answer's after a Release."""
-
-    call: int
-    parcel: Parcel
-    model_name: str = ""
-    model_version: str = ""
-    parameters: dict[str, Parameter] = {}
-    error_kind: str = ""
-    error: str = ""
-    is_final: bool = True
-    # Retry delay for a request refused because of overload.
-    retry_after_s: float = 1.0
-    # As in `types.Timings`: queued, dispatched, instance_wait_s, compute_s, completed.
-    timings: tuple[float, ...] = ()
 
 
 class Forward(Frame, tag="fwd"):
-    """An HTTP message for the core to answer: everything but inference requests that the front
-    could decode. The body is the one piece of `parcel`, whose memory is free after Forwarded."""
+    """An HTTP message for the core to answer: everything but inference. `received` is a time of the
+    monotonic clock, which all processes of a machine share. The body is the one piece of `parcel`,
+    whose memory is free after Forwarded."""
 
     call: int
     received: float
@@ -394,7 +351,7 @@ class Ping(Frame, tag="ping"):
 
 
 class Pong(Frame, tag="pong"):
-    """The answer to Ping, with the number of connected clients if the front knows it."""
+    """The answer to Ping, with the number of connected clients."""
 
     num_connections: int = 0
 
@@ -696,10 +653,34 @@ ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
-FromShard = FromPart | ShardAnswer | Lease | TakeTokens | UseTokens | Manage
-ToShard = ToPart | AskShard | Release | Leased | TokensTaken | Managed
-FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
-ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
+FromShard = (
+    Listening
+    | StartFailed
+    | FromPart
+    | ShardAnswer
+    | Forward
+    | Manage
+    | Cancel
+    | Lease
+    | TakeTokens
+    | UseTokens
+    | Release
+    | Pong
+)
+ToShard = (
+    OpenShard
+    | SetKeys
+    | ToPart
+    | AskShard
+    | Forwarded
+    | Managed
+    | Leased
+    | TokensTaken
+    | Release
+    | Ping
+    | Drain
+    | Stop
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
@@ -707,9 +688,9 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_shard_to_worker = msgspec.msgpack.Decoder(ShardToWorker).decode
 decode_worker_to_shard = msgspec.msgpack.Decoder(WorkerToShard).decode
 decode_shard_question = msgspec.msgpack.Decoder(ShardQuestion).decode
-decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
-decode_all_from_front = msgspec.msgpack.Decoder(list[FromFront]).decode
-decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode
+decode_to_shard = msgspec.msgpack.Decoder(ToShard).decode
+decode_all_from_shard = msgspec.msgpack.Decoder(list[FromShard]).decode
+decode_all_to_shard = msgspec.msgpack.Decoder(list[ToShard]).decode
 
 
 def join(encoded: Sequence[bytes]) -> bytes:

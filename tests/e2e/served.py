@@ -96,10 +96,9 @@ class Served:
     def workers(self) -> list[psutil.Process]:
         return self._running("penstock.serving.worker")
 
-    def http_fronts(self) -> list[psutil.Process]:
-        """HTTP fronts or shards that take connections by now."""
-        found = self._running("penstock.protocols.http_front")
-        found += self._running("penstock.protocols.shard_main")
+    def shards(self) -> list[psutil.Process]:
+        """Shards that take connections by now."""
+        found = self._running("penstock.protocols.shard_main")
         return [each for each in found if num_sockets(each, psutil.CONN_LISTEN)]
 
     def _running(self, module: str) -> list[psutil.Process]:

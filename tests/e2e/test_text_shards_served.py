@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     with Served(folder, "--drain-s", "60", "--shards", str(request.param)) as server:
         if request.param > 1:
-            wait_until(lambda: len(server.http_fronts()) == request.param)
+            wait_until(lambda: len(server.shards()) == request.param)
         yield server
 
 
@@ -175,7 +175,7 @@ def shards_by_client(served: Served) -> dict[int, int]:
     """The process that has each connection, by the client's port."""
     return {
         each.raddr.port: process.pid
-        for process in served.http_fronts()
+        for process in served.shards()
         for each in process.net_connections("tcp")
         if each.raddr
     }
@@ -212,7 +212,7 @@ def test_a_dead_engine_is_told_to_all_streams_and_replaced(served: Served):
 
 
 def test_a_shard_that_is_killed_loses_only_its_own_streams(served: Served):
-    shards = served.http_fronts()
+    shards = served.shards()
     if not shards:
         pytest.skip("one process")
 
@@ -236,7 +236,7 @@ def test_a_shard_that_is_killed_loses_only_its_own_streams(served: Served):
     # All say the same text, and the engine holds nothing for the dead.
     assert len({VARYING.sub(b"", seen.split(b"\r\n\r\n", 1)[1]) for seen in others}) <= 1
     wait_until(lambda: is_idle(served))
-    wait_until(lambda: len(served.http_fronts()) == len(shards))
+    wait_until(lambda: len(served.shards()) == len(shards))
     for _ in range(8):
         assert answer(served, "/v1/completions", {**GREEDY, "prompt": "the"})[0] == 200
     # Its renderer went with it, and the successor has one.

@@ -54,7 +54,7 @@ class TextSession:
         return self.shard.table.find(NAME)
 
     def send(self, frame, fds=()):
-        (sent,) = frames.decode_all_to_front(frames.join([frames.encode(frame)]))
+        (sent,) = frames.decode_all_to_shard(frames.join([frames.encode(frame)]))
         sock = socket.socket(fileno=os.dup(fds[0])) if fds else None
         asyncio.get_running_loop().call_soon(self._hear, sent, sock)
 
@@ -65,7 +65,7 @@ class TextSession:
             sock.close()
 
     def _tell(self, frame):
-        (sent,) = frames.decode_all_from_front(frames.join([frames.encode(frame)]))
+        (sent,) = frames.decode_all_from_shard(frames.join([frames.encode(frame)]))
         asyncio.get_running_loop().call_soon(self._hear_shard, sent)
 
     def _hear_shard(self, sent):
