@@ -13,6 +13,7 @@ import psutil
 import pytest
 from load import Load
 from served import EXAMPLES, Served, null_model, num_sockets
+from waiting import wait_until
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(180)]
 
@@ -226,8 +227,9 @@ def test_a_killer_of_shards_for_twenty_seconds(tmp_path: Path):
     assert tally.num_good + tally.num_cut >= tally.num_sent
     # A connection that a dying shard never accepted is cut too.
     assert tally.num_cut <= 2 * num_own
-    # What the core computed was seen, or was being computed for somebody who was cut off.
-    assert tally.num_good <= ended["success"] <= tally.num_good + tally.num_cut
+    # What was computed was seen, or was being computed for somebody who was cut off. A killed shard
+    # loses the counts of its last second.
+    assert ended["success"] <= tally.num_good + tally.num_cut
     assert ended["pending"] == 0
     assert served.terminate() == 0
 
@@ -244,6 +246,7 @@ def successes_and_cancels(served: Served) -> Iterator[tuple[str, int]]:
 
 def test_a_shard_that_stands_still_is_replaced(tmp_path: Path):
     served = Served(null_model(tmp_path, "two", a_ms=2), "--shards", "2")
+    wait_until(lambda: len(served.shards()) == 2)
     victim, other = served.shards()
     os.kill(victim.pid, signal.SIGSTOP)
     # It is killed when it has not answered for ten seconds.
