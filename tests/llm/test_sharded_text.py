@@ -14,7 +14,7 @@ from engine_thread import EngineThread, RendererThread
 from text_server import NAME, write_model
 
 from penstock.config import LLM
-from penstock.errors import BackendFailed, ConfigError, NotReady, QuotaExceeded
+from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, QuotaExceeded
 from penstock.llm import language_model
 from penstock.llm.language_model import LanguageModel, TextShard
 from penstock.llm.sharded_text import ShardedText
@@ -293,6 +293,29 @@ def test_the_queue_is_one_for_all_shards(tmp_path):
         assert 2 <= sum(each is None for each in errors) <= 5
         await core.catalog.refresh()
         assert core.model.metrics.num_refused["queue_full"] == len(refused)
+
+    run(scenario)
+
+
+def test_a_promised_first_token_counts_what_other_shards_queue(tmp_path):
+    """One text at a time: one shard queues as many as the promise allows, and others get none."""
+
+    async def scenario(core):
+        await core.load(tmp_path, ttft_ms=300, max_num_seqs=1, max_num_batched_tokens=64)
+        first, second = core.models
+        many = []
+        while not any(each.sink.error for each in many):
+            many.append(await ask(first, "the cat", max_tokens=250))
+            assert len(many) < 1000
+        error = (await ended(await ask(second, "the cat"))).error
+        assert isinstance(error, Overloaded) and error.reason == "predicted_late"
+        for each in many:
+            first.cancel(each)
+        # Until the engine has heard of it.
+        while (await ended(await ask(second, "the cat"))).error is not None:
+            await asyncio.sleep(0.001)
+        await core.catalog.refresh()
+        assert core.model.metrics.num_refused["predicted_late"] >= 2
 
     run(scenario)
 
