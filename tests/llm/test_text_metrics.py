@@ -8,10 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.errors import BackendFailed, Cancelled, InvalidRequest, Overloaded
 from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.messages import GenerateRequest, StepReport, pack_tokens
-from penstock.llm.text_metrics import REASONS, TextMetrics
+from penstock.llm.text_metrics import REASONS, TextMetrics, decode_record
 from penstock.llm.text_scrape import token_bounds
 from penstock.sampling_params import SamplingParams
 from penstock.serving.metrics import Histogram, ModelMetrics
+from penstock.serving.metrics_record import record
 from penstock.serving.scrape import Pending, expose
 from penstock.wire.frames import EngineReady
 
@@ -177,6 +178,45 @@ class TestEngine:
     def test_waits_come_with_steps(self, metrics):
         metrics.step(a_step(waits_s=(0.1, 0.4)), 1.0)
         assert metrics.queue_s.count == 2 and metrics.queue_s.total == pytest.approx(0.5)
+
+
+class TestShards:
+    def shard(self, report=None, now=1.0):
+        """What a shard with one answered request sends, and then a report."""
+        model = ModelMetrics("smol", "1")
+        metrics = TextMetrics(model)
+        metrics.loaded(a_ready())
+        generation = a_generation()
+        give(metrics, generation, 0, 101.0, "stop")
+        metrics.finished(generation, 101.5)
+        if report is not None:
+            metrics.step(report, now)
+        return decode_record(record(model).others)
+
+    def test_counts_and_histograms_are_sums(self, metrics):
+        step = a_step(num_preemptions=1, num_computed=8, num_asked=5, num_cached=4, waits_s=(0.5,))
+        metrics.add([self.shard(step), self.shard(step), self.shard()])
+        assert metrics.num_prompt_tokens == 15 and metrics.num_generated_tokens == 3
+        assert (metrics.num_preemptions, metrics.num_asked, metrics.num_cached) == (2, 10, 8)
+        assert metrics.num_ended == {"stop": 3, "length": 0, "abort": 0, "error": 0}
+        assert metrics.first_token_s.count == metrics.request_s.count == 3
+        assert metrics.queue_s.total == 1.0 and metrics.step_tokens.total == 16
+        assert metrics.prompt_tokens.count == 3 and metrics.prompt_tokens.total == 15
+
+    def test_gauges_are_the_newest_that_a_busy_shard_heard(self, metrics):
+        old, new = self.shard(a_step(9, 9, num_free=0), 5.0), self.shard(a_step(3, 2, 4), 6.0)
+        metrics.add([new, old, self.shard()])
+        assert (metrics.num_running, metrics.num_waiting, metrics.cache_use) == (3, 2, 0.6)
+
+    def test_nothing_runs_when_all_are_idle(self, metrics):
+        metrics.add([self.shard(), self.shard()])
+        assert (metrics.num_running, metrics.num_waiting, metrics.cache_use) == (0, 0, 0.0)
+
+    def test_a_shard_without_an_engine_yet_adds_nothing(self, metrics):
+        model = ModelMetrics("smol", "1")
+        TextMetrics(model)
+        metrics.add([decode_record(record(model).others), self.shard()])
+        assert metrics.prompt_tokens.count == 1
 
 
 class TestScrape:
