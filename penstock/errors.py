@@ -22,6 +22,8 @@ Knows no protocol: `wire.statuses` has the status of each class in every protoco
 
 from collections.abc import Sequence
 
+SHUTTING_DOWN = "the server is shutting down"
+
 
 class PenstockError(Exception):
     """Base of all errors whose text may be shown to the client. `reason` is the label under which a

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import logging
 import os
@@ -52,6 +51,8 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.shards import Shards
+from penstock.serving.shared_page import NUM_KEYS
+from penstock.system import garbage
 from penstock.system.exit_codes import ExitCode
 from penstock.wire.frames import VERSION, OpenShard
 
@@ -76,8 +77,8 @@ class LoadProgress:
 
 
 SHARDS_WITH_QUOTAS = (
-    "--api-keys {path}: queue_share does not work with --shards {number} yet; remove it, or use "
-    "--shards 1"
+    "--api-keys {path}: {number} keys have a queue_share below 1; "
+    "with --shards, {limit} are possible"
 )
 
 
@@ -133,7 +134,8 @@ class Server:
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
         self.v2 = V2Http(models, options.limits, gate, options.log_requests)
         v2, limits = self.v2, options.limits
-        self.http = HttpServer(v2.handle, limits, v2.screen, self.lifecycle, v2.prepare)
+        handlers = v2.prepare, v2.rejected
+        self.http = HttpServer(v2.handle, limits, v2.screen, self.lifecycle, *handlers)
         self.http_port = options.http_port
         self._metrics = MetricsHttp(gate, self.management)
         self._metrics_http: HttpServer | None = None
@@ -188,9 +190,7 @@ class Server:
                 await loading
             return
         loading.result()
-        # Freeze what exists now, so that full collections do not scan it.
-        gc.collect()
-        gc.freeze()
+        garbage.freeze(garbage.SERVING)
         self.lifecycle.is_loading = False
         if self._options.reload:
             reloader = Reloader(self.catalog, self.management.control)
@@ -233,6 +233,7 @@ class Server:
             process.drain()
         if self.grpc is not None:
             self.grpc.go_away()
+            self.grpc_service.drain()
         self._stop.set()
 
     async def close(self) -> None:
@@ -249,9 +250,12 @@ class Server:
             await self.catalog.close()
         for task in self._watching:
             task.cancel()
-        await asyncio.gather(*(each.close() for each in self._processes))
+        # Before shards settle: nobody would accept what comes to these.
         for sock in self._reserved:
             sock.close()
+        await asyncio.gather(*(each.close() for each in self._processes))
+        servers = [self.http] if self.grpc is None else [self.http, self.grpc]
+        await asyncio.gather(*(server.settle() for server in servers))
         await self.v2.close()
         await self._close_grpc()
         await self.http.close()
@@ -271,7 +275,7 @@ class Server:
 
     async def _close_grpc(self) -> None:
         """End streams and watches, which have no end of their own, then the connections."""
-        self.grpc_service.stop()
+        await self.grpc_service.stop()
         if self.grpc is not None:
             await self.grpc.close()
         await self.grpc_service.close()
@@ -381,10 +385,11 @@ def check(options: ServeOptions) -> None:
 
 
 def check_quotas(keys: Keys, options: ServeOptions) -> None:
-    """Raise ConfigError for shares of queues, which shards cannot keep yet."""
-    if options.shards > 1 and any(each.queue_share is not None for each in keys.quotas.values()):
-        text = SHARDS_WITH_QUOTAS.replace("{number}", str(options.shards))
-        raise ConfigError([text.replace("{path}", options.api_keys)])
+    """Raise ConfigError if more keys have shares of queues than shards can show each other."""
+    number = len(Quotas(keys.quotas).numbers)
+    if options.shards > 1 and number > NUM_KEYS:
+        figures = {"path": options.api_keys, "number": number, "limit": NUM_KEYS}
+        raise ConfigError([SHARDS_WITH_QUOTAS.format(**figures)])
 
 
 def _shared_port_problems(options: ServeOptions) -> list[str]:

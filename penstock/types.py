@@ -19,6 +19,7 @@ import numpy.typing as npt
 from penstock.errors import Cancelled, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.serving.held_rows import HeldRows
     from penstock.serving.plan import Ticket
 
 log = logging.getLogger("penstock")
@@ -170,6 +171,8 @@ class Response:
     # cache what it derives from them. None: unknown.
     form: object = None
     keeper: OutputKeeper | None = None
+    # The outputs in memory of their own, instead of `outputs`, if the request takes them so.
+    arrays: dict[str, Array] | None = None
 
 
 class ReplySink(Protocol):
@@ -187,8 +190,8 @@ class Request:
 
     __slots__ = (
         "caller", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
-        "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "sink", "ticket",
-        "timeout_s", "timings", "turn",
+        "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "rows", "sink",
+        "takes_arrays", "ticket", "timeout_s", "timings", "turn",
     )  # fmt: skip
     # Set by the model that admits the request.
     ticket: Ticket
@@ -207,6 +210,10 @@ class Request:
         self.form: object = None
         self.id = id
         self.inputs = inputs
+        # The same inputs where a worker in this process may read them; None: they are copied.
+        self.rows: HeldRows | None = None
+        # Whether the sink takes arrays that it may keep. Only for a worker in this process.
+        self.takes_arrays = False
         self.outputs = outputs
         self.parameters: Mapping[str, Parameter] | None = None
         # Default for outputs that do not say themselves whether they are binary.

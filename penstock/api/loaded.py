@@ -20,6 +20,7 @@ from penstock.types import Array
 if TYPE_CHECKING:
     from penstock.api.local_text import LocalTextModel, Prompt
     from penstock.repository.layout import RepositoryScan
+    from penstock.serving.registered import RegisteredRows
     from penstock.wire.arrays import Given
 
 
@@ -55,20 +56,33 @@ class LoadedModel:
     def version(self) -> str:
         return self.config.version
 
-    def infer(self, inputs: Given) -> dict[str, Array]:
+    def infer(self, inputs: Given | RegisteredRows) -> dict[str, Array]:
         """Return outputs by name. A model that needs one input takes a single array, text or list
         of texts; if the model has a batch dimension, so must the arrays."""
-        return self.submit(inputs).result()
+        return self._takes_tensors().infer(inputs)
 
-    async def infer_async(self, inputs: Given) -> dict[str, Array]:
+    async def infer_async(self, inputs: Given | RegisteredRows) -> dict[str, Array]:
         """Like `infer`, for callers with an event loop. Cancelling it cancels the request."""
         return await asyncio.wrap_future(self.submit(inputs))
 
-    def submit(self, inputs: Given) -> Future[dict[str, Array]]:
-        """Like `infer`, without waiting: concurrent requests are batched."""
+    def submit(
+        self, inputs: Given | RegisteredRows, *, copy: bool = False
+    ) -> Future[dict[str, Array]]:
+        """Like `infer`, without waiting: concurrent requests are batched. Arrays of 16 kB or more
+        are not copied, so they must not change before the answer; with `copy` they may."""
+        return self._takes_tensors().submit(inputs, copy=copy)
+
+    def register(self, arrays: Array | Mapping[str, Array]) -> RegisteredRows:
+        """Return rows that `infer` and `submit` take without copying them: `rows[i]`, `rows[i:j]`.
+
+        The first dimension of the arrays is the rows. They must have the datatype of the input and
+        be C-contiguous, and may be changed only while no request with the rows is open."""
+        return self._takes_tensors().register(arrays)
+
+    def _takes_tensors(self) -> LocalModel:
         if self._tensors is None:
             raise Unsupported(f"'{self.name}' is a language model: use generate, not infer")
-        return self._tensors.submit(inputs)
+        return self._tensors
 
     def generate(self, prompt: Prompt, **parameters: object) -> str:
         """Return the answer of a language model. A text is continued; a list of messages is a

@@ -41,8 +41,7 @@ class ServeOptions:
     shards: int = listen_flag(
         "Processes that take requests on the same port",
         "With 1, the core process takes them. Raise it when penstock explain says that the core's "
-        "event loop is the bottleneck and CPU cores are idle. Does not work with the quota "
-        "queue_share yet.",
+        "event loop is the bottleneck and CPU cores are idle.",
         **number(1, "N", 1, 64),
     )
     id: str = listen_flag(

@@ -58,15 +58,19 @@ class BatchRequest(Protocol):
 
 class JoinedRows(Mapping[str, Array]):
     """Inputs whose rows are in several pieces of memory. Each input is joined when it is read for
-    the first time."""
+    the first time, in its `room` if it has one."""
 
-    def __init__(self, pieces: Sequence[Mapping[str, Array]]) -> None:
+    def __init__(
+        self, pieces: Sequence[Mapping[str, Array]], room: Mapping[str, Array] | None = None
+    ) -> None:
         self._pieces = pieces
+        self._room = room or {}
         self._joined: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
         if name not in self._joined:
-            joined = np.concatenate([piece[name] for piece in self._pieces])
+            parts = [piece[name] for piece in self._pieces]
+            joined = np.concatenate(parts, out=self._room.get(name))
             if joined.dtype != np.object_:
                 joined.flags.writeable = False
             self._joined[name] = joined
@@ -99,11 +103,12 @@ class Batch:
         pieces: Sequence[Mapping[str, Array]],
         num_rows: int,
         requests: Sequence[BatchRequest] = (),
+        room: Mapping[str, Array] | None = None,
     ) -> Batch:
-        """Return the batch of one or more pieces."""
+        """Return the batch of one or more pieces, which are joined in the `room`, if any."""
         if len(pieces) == 1:
             return cls(pieces[0], num_rows, requests)
-        return cls(JoinedRows(pieces), num_rows, requests, pieces)
+        return cls(JoinedRows(pieces, room), num_rows, requests, pieces)
 
     @property
     def all_pieces(self) -> Sequence[Mapping[str, Array]]:

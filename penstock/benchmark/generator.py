@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import resource
 import signal
@@ -29,6 +28,7 @@ from penstock.benchmark.targets.kinds import open_target
 from penstock.data import Origin, RequestForm, open_source
 from penstock.errors import ConfigError, PenstockError
 from penstock.processes import framing
+from penstock.system import garbage
 
 REPORT_S = 0.1
 # Open loops start with this many connections and open more on demand.
@@ -127,11 +127,8 @@ class Generator:
             self._running = OpenLoop(self._feed, self._target, due)
         self._ending = None
         self._num_waited_before = self._target.num_waited
-        # Freeze what exists now: collections during the load scan only new objects, so they are
-        # short, and lost connections do not pile up.
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        # Lost connections of the load before are freed, so they do not pile up.
+        garbage.freeze()
         self._tell(messages.LoadPrepared())
 
     async def _end(self) -> None:

@@ -5,7 +5,6 @@ parts.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from penstock.llm.scheduler import Scheduler, StepLimits
 from penstock.processes.start import take_part
 from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
-from penstock.system import devices
+from penstock.system import devices, garbage
 from penstock.wire.frames import EngineReady
 
 log = logging.getLogger("penstock.engine")
@@ -47,8 +46,7 @@ def start_engine(
         built["wait_policy"] = policy
         log.info("wait policy of threads: %s", policy)
     # The model's objects are permanent; scanning them in every collection would delay steps.
-    gc.collect()
-    gc.freeze()
+    garbage.freeze()
     take_part()
     num_blocks, max_length = engine.scheduler.pool.num_blocks, engine.scheduler.limits.max_length
     load_s, vocabulary = time.perf_counter() - began, int(built["vocabulary"])

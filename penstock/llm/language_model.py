@@ -30,7 +30,7 @@ from penstock.llm.engine import MAX_CHOICES
 from penstock.llm.engine_supervisor import EngineLife, EngineSupervisor
 from penstock.llm.generation import Generation, GenerationSink
 from penstock.llm.messages import EngineSettings, GenerateRequest, TextSource, pack_tokens
-from penstock.llm.open_generations import NO_TEXT, OpenGenerations
+from penstock.llm.open_generations import NO_TEXT, OpenGenerations, TextShard
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits
 from penstock.llm.settings import check_packages, settings_of
 from penstock.llm.token_bytes import Vocabulary
@@ -39,7 +39,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.serving.core_link import EngineCore
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
-from penstock.serving.quotas import Quotas, TokenQuotas
+from penstock.serving.quotas import Quotas
 from penstock.serving.served import ModelProcess, Served
 from penstock.types import Request
 from penstock.wire.frames import EngineReady
@@ -56,16 +56,6 @@ TENSORS = (
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # Prompts: texts, or lists of tokens.
 Given = Sequence[str | list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class TextShard:
-    """What a language model needs to know to be one of several shards' parts: its engine is the
-    core's, in another process; `tokens` counts those of API keys."""
-
-    core: EngineCore
-    tokens: TokenQuotas
-    num_shards: int
 
 
 class LanguageModel:
@@ -92,14 +82,15 @@ class LanguageModel:
         self.max_waiting = settings.max_waiting
         # The engine, unless the core is in another process.
         self._engine: EngineSupervisor | None = None
-        core, tokens = (shard.core, shard.tokens) if shard is not None else (None, None)
-        if core is None:
+        core: EngineCore
+        if shard is not None:
+            core = shard.core
+        else:
             core = self._engine = EngineSupervisor(settings, self.metrics, start_life)
-        self.part = OpenGenerations(self.metrics, settings, core, quotas=quotas, tokens=tokens)
+        self.part = OpenGenerations(self.metrics, settings, core, quotas=quotas, shard=shard)
         if self._engine is not None:
             self._engine.join(0, self.part)
-        limits = limits or limits_of(settings)
-        limits = limits if shard is None else limits.share(shard.num_shards)
+        limits = (limits or limits_of(settings)).share(1 if shard is None else shard.num_shards)
         self._renderer = Renderer(config.name, source_of(settings), limits, start_renderer)
         # Loads the renderer of a shard.
         self._loading: asyncio.Task[None] | None = None

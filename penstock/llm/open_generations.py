@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 
 from penstock.errors import (
@@ -45,6 +46,16 @@ SOCKET_OVERHEAD = 1024
 # An engine is hung if it is silent for `hang_s` or `SLOWER` times its slowest step, whichever is
 # longer; before the first step, for `FIRST_STEP` times `hang_s`.
 SLOWER, FIRST_STEP = 20, 10
+
+
+@dataclass(frozen=True, slots=True)
+class TextShard:
+    """What a language model needs to know to be one of several shards' parts: its engine is the
+    core's, in another process; `tokens` counts those of API keys."""
+
+    core: EngineCore
+    tokens: TokenQuotas
+    num_shards: int
 
 
 class EngineSocket:
@@ -79,9 +90,9 @@ class OpenGenerations:
         clock: Callable[[], float] = time.monotonic,
         *,
         quotas: Quotas | None = None,
-        tokens: TokenQuotas | None = None,
+        shard: TextShard | None = None,
     ) -> None:
-        """`tokens` counts those of API keys, unless `quotas` does."""
+        """Each of several shards gives an API key an equal part of its share of the queue."""
         self.name = metrics.name
         self.metrics = TextMetrics(metrics)
         # Set when the renderer has loaded it.
@@ -93,8 +104,10 @@ class OpenGenerations:
         self._core = core
         self._hang_s = settings.hang_s
         self._quotas = quotas or Quotas()
-        self._tokens = tokens or self._quotas
+        self._tokens = self._quotas if shard is None else shard.tokens
         max_pending = settings.max_waiting + settings.max_sequences
+        if shard is not None:
+            max_pending = -(-max_pending // shard.num_shards)
         self._shares = QueueShares(self._quotas, max_pending)
         self._clock = clock
         self._engine: EngineSocket | None = None

@@ -8,7 +8,6 @@ Everything goes by frames and shared memory. Knows no protocol. Belongs to the s
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import logging
 import os
@@ -24,6 +23,7 @@ from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, 
 from penstock.serving.management import ManagementCall
 from penstock.serving.shared_page import SharedPage
 from penstock.serving.slab import Segment
+from penstock.system import garbage
 from penstock.types import Buffer, Tensor
 from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
@@ -81,6 +81,7 @@ class CoreClient:
         self.on_part: Callable[[frames.ToPart, socket.socket | None], None] | None = None
         self.on_question: Callable[[frames.ShardQuestion], Awaitable[bytes]] | None = None
         self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
+        self.on_shares: Callable[[Mapping[bytes, float]], None] = lambda shares: None
         self.on_leased: Callable[[frames.Leased], None] = lambda leased: None
         self.on_token_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
         self.on_tokens: Callable[[frames.TokensTaken], None] = lambda taken: None
@@ -101,9 +102,7 @@ class CoreClient:
 
     async def serve_until_stopped(self) -> None:
         """Tell the core that this shard is up, and wait until it says Stop or has exited."""
-        # Freeze what exists now, so that full collections do not scan it.
-        gc.collect()
-        gc.freeze()
+        garbage.freeze(garbage.SERVING)
         take_part()
         self.send(frames.Listening(frames.VERSION))
         await self.stopped.wait()
@@ -166,6 +165,7 @@ class CoreClient:
                 self.on_keys(_keys(frame.keys))
                 self.on_rates(frame.rates)
                 self.on_token_rates(frame.token_rates)
+                self.on_shares(frame.shares)
             case frames.Stop():
                 self.stopped.set()
             case frames.OpenShard():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.errors import NotReady, Unsupported
+from penstock.errors import SHUTTING_DOWN, NotReady, Unsupported
 from penstock.llm.language_model import LanguageModel
 from penstock.protocols.http import Exchange
 from penstock.protocols.route_table import find
@@ -36,7 +36,7 @@ class GenerateHttp:
             model = self._find(match.model_name, match.model_version)
             with counted(model, exchange.received):
                 if self._is_draining():
-                    raise NotReady("the server is shutting down")
+                    raise NotReady(SHUTTING_DOWN)
                 asked = generate_v2.read(exchange.body, is_stream)
             answer: type[Answer] = OneEventAnswer if is_stream else WholeAnswer
             call = GenerateCall(

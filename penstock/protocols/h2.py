@@ -12,6 +12,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, cast
 
+from penstock.errors import SHUTTING_DOWN
 from penstock.protocols.h2_data import (
     CONNECTION_WINDOW,
     FRAME_BYTES,
@@ -369,12 +370,15 @@ class H2Connection(asyncio.Protocol):
     def is_running(self) -> bool:
         return any(each.unsent or each.receiver.is_busy for each in self._streams.values())
 
+    @property
+    def is_receiving(self) -> bool:
+        return not self._is_closing and not self._has_settings
+
     def go_away(self) -> None:
         """Tell the client to use another connection; open streams are answered."""
         if not self._is_closing and not self._is_going:
             self._is_going = True
-            text = "the server is shutting down"
-            self._sender.write(h2.goaway(h2.MAX_NUMBER, H2Error.NO_ERROR, text))
+            self._sender.write(h2.goaway(h2.MAX_NUMBER, H2Error.NO_ERROR, SHUTTING_DOWN))
 
     def close(self) -> None:
         """Close after all written data is sent."""

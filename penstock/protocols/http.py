@@ -16,6 +16,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol, cast
 
+from penstock.errors import SHUTTING_DOWN
 from penstock.protocols.answer_sender import AnswerSender, Keep
 from penstock.protocols.body_receiver import BodyReceiver
 from penstock.protocols.http_reader import (
@@ -243,7 +244,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Close, after all that is queued has been sent."""
         if self._sender is not None and self._sender.is_busy:
-            self.close()
+            self._close()
             return True
         return False
 
@@ -337,7 +338,7 @@ class Connection(asyncio.Protocol):
         self._running = None
         self.since = self._server.now()
         if not keep_alive:
-            self.close()
+            self._close()
         elif self._waiting:
             if not self._is_advancing:
                 self._next()
@@ -367,6 +368,13 @@ class Connection(asyncio.Protocol):
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def close(self) -> None:
+        """Close for the server: an incomplete message is refused."""
+        if self.received and self.is_receiving and not self._is_deaf and self._running is None:
+            self._reject(Rejection(503, SHUTTING_DOWN))
+        else:
+            self._close()
+
+    def _close(self) -> None:
         """Close after all written data is sent; after a refusal, once the client has stopped."""
         is_first, self._is_closing = not self._is_closing, True
         self._waiting.clear()
@@ -397,7 +405,7 @@ class Connection(asyncio.Protocol):
             return
         elif self._reader.at_boundary:
             if now - self.since > self._limits.keep_alive_s:
-                self.close()
+                self._close()
         elif (late := self._reader.find_late(now - self.since, now - self.received)) is not None:
             self._reject(late)
         elif self._reader.long is not None and now - self.since > SLOW_BODY_S:
@@ -418,6 +426,10 @@ class Connection(asyncio.Protocol):
     @property
     def is_running(self) -> bool:
         return self._running is not None
+
+    @property
+    def is_receiving(self) -> bool:
+        return not self._is_closing and (not self.received or not self._reader.at_boundary)
 
     def _enqueue(self, item: Message | Rejection) -> None:
         """Handle what was read, after the messages before it."""
@@ -463,6 +475,9 @@ class Connection(asyncio.Protocol):
 
     def _reject(self, refusal: Message | Rejection) -> None:
         """Refuse the message and drop all bytes that follow."""
+        if isinstance(refusal, Rejection):
+            refusal.head = refusal.head or self._reader.head
+            self._server.rejected(refusal, self.since)
         self._is_deaf = True
         self._reader.stop()
         self._enqueue(refusal)
@@ -470,7 +485,7 @@ class Connection(asyncio.Protocol):
     def _refuse_now(self, rejection: Rejection) -> None:
         self.write(refusal(rejection.status, str(rejection)))
         self.since = self._server.now()
-        self.close()
+        self._close()
 
 
 def _unusual_line(status: int) -> bytes:

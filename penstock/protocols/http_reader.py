@@ -63,11 +63,13 @@ class MessageHead:
 
 
 class Rejection(Exception):
-    """The bytes are not an acceptable message: answer with `status`, then close the connection."""
+    """The bytes are not an acceptable message: answer with `status`, then close the connection.
+    `head` is that of the message, if it was read."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, head: MessageHead | None = None) -> None:
         super().__init__(text)
         self.status = status
+        self.head = head
 
 
 class LongBody(Protocol):
@@ -130,6 +132,11 @@ class MessageReader:
         self.on_message_begin()
         # Between two messages.
         self.at_boundary = True
+
+    @property
+    def head(self) -> MessageHead | None:
+        """That of a message whose body is being received."""
+        return self._head if self.has_head and not self.at_boundary else None
 
     def find_late(self, since_s: float, silent_s: float) -> Rejection | None:
         """Refuse a message that began `since_s` ago, if it takes too long."""
@@ -311,7 +318,7 @@ class MessageReader:
         if length is not None:
             head.content_length = int(length)
             if head.content_length > self._limits.max_body_bytes:
-                self._refuse_body()
+                self._refuse_body(head)
         elif b"transfer-encoding" not in headers:
             head.content_length = 0
         self._check_screen(head)
@@ -361,7 +368,7 @@ class MessageReader:
             return
         self._body += part
         if len(self._body) > self._limits.max_body_bytes:
-            self._refuse_body()
+            self._refuse_body(head)
 
     def on_message_complete(self) -> None:
         if self._is_upgrade:
@@ -392,13 +399,13 @@ class MessageReader:
         if long is not None:
             long.drop()
 
-    def _refuse(self, status: int, text: str) -> NoReturn:
-        self._refusal = Rejection(status, text)
+    def _refuse(self, status: int, text: str, head: MessageHead | None = None) -> NoReturn:
+        self._refusal = Rejection(status, text, head)
         raise self._refusal
 
-    def _refuse_body(self) -> None:
+    def _refuse_body(self, head: MessageHead) -> None:
         limit = self._limits.max_body_bytes
-        self._refuse(413, f"the request body is larger than {limit} bytes (--max-body-bytes)")
+        self._refuse(413, f"the request body is larger than {limit} bytes (--max-body-bytes)", head)
 
 
 def normalize_path(path: bytes) -> bytes:

@@ -21,10 +21,19 @@ class InferBodies:
     _limits: HttpLimits
     _infer: Callable[[InferCall, Exchange], None]
     _refuse: Callable[[Exchange, object, Refusal], None]
+    # Counts a request whose body or encoding is wrong.
+    _count: Callable[[InferCall, float, Refusal], None]
     _inflating: set[asyncio.Task[None]] = field(default_factory=set)
 
     def read(self, call: InferCall, exchange: Exchange) -> bool:
         """Check a head that was not seen before. False if its body has to be inflated first."""
+        try:
+            return self._read(call, exchange)
+        except (PenstockError, WrongHead) as error:
+            self._count(call, exchange.received, error)
+            raise
+
+    def _read(self, call: InferCall, exchange: Exchange) -> bool:
         head = exchange.head
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
         if encoding not in (b"identity", *compression.ENCODINGS):
@@ -44,12 +53,16 @@ class InferBodies:
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
         """Inflate off the loop, because a few bytes may expand to many."""
         packed, limit = exchange.body, self._limits.max_body_bytes
+        is_read = False
         try:
             exchange.body = await asyncio.to_thread(compression.inflate, packed, encoding, limit)
             size = len(exchange.body)
             call.json_bytes = json_bytes_of(exchange.head.headers, size, self._limits)
+            is_read = True
             self._infer(call, exchange)
         except PenstockError as error:
+            if not is_read:
+                self._count(call, exchange.received, error)
             exchange.body = packed
             self._refuse(exchange, call, error)
         except Exception:  # Keep serving.

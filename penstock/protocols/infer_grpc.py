@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from penstock.errors import NotAllowed, NotReady, PenstockError, QuotaExceeded
+from penstock.errors import SHUTTING_DOWN, NotAllowed, NotReady, PenstockError, QuotaExceeded
 from penstock.protocols import access_log
 from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall, log
@@ -118,7 +118,7 @@ class InferRpcs:
             model = self._table.find(name, version)
             try:
                 if self._lifecycle.is_draining:
-                    raise NotReady("the server is shutting down")
+                    raise NotReady(SHUTTING_DOWN)
                 if form is None:
                     request = self._codec.decode(message, raw, data, target, received)
                 else:
@@ -157,7 +157,7 @@ class InferRpcs:
     def stop(self) -> None:
         """Let open streams end once they are answered."""
         for stream in list(self.streams):
-            stream.finish()
+            stream.finish(NotReady(SHUTTING_DOWN))
 
 
 class InferOnce(UnaryCall):
@@ -308,8 +308,7 @@ class InferStream(GrpcCall):
             self._rpcs.gate.check_caller("infer", self.head.caller)
         except NotAllowed as error:
             # Requests that were read before get their answers.
-            self._refusal = error
-            self.finish()
+            self.finish(error)
             return
         infer = StreamedInfer(self._rpcs, self)
         self._infers.append(infer)
@@ -319,8 +318,11 @@ class InferStream(GrpcCall):
         self._has_all = True
         self.flush()
 
-    def finish(self) -> None:
-        """Read no further; end when all is answered."""
+    def finish(self, reason: PenstockError) -> None:
+        """Read no further; end for this reason when all is answered, unless the client has sent all
+        by now."""
+        if not self._has_all:
+            self._refusal = reason
         self._is_reading = False
         self._has_all = True
         self._unread.clear()

@@ -58,7 +58,12 @@ class InferSink:
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if isinstance(answer, PenstockError):
             reply_error(self._exchange, answer)
-            return
+        else:
+            self._reply(request, answer)
+        # Breaks the cycle of sink and request, which only the GC would free.
+        self.request = None
+
+    def _reply(self, request: Request, answer: Response) -> None:
         try:
             head, tail = self._codec.encode_answer(request, answer, self._specs)
         except PenstockError as error:

@@ -20,13 +20,21 @@ SWEEP_S = 1.0
 SWEEP_SLICE = 32
 # Connections that may wait to be accepted.
 BACKLOG = 4096
+# Time for clients that have connected, or have sent a part of a message, to send the rest.
+SETTLE_S = 0.5
+# Iterations of the event loop in which everything is read that has arrived.
+SETTLE_TURNS = 3
 
 
 class Swept(Protocol):
-    """A connection, as its listener sees it. `is_running`: it owes an answer."""
+    """A connection, as its listener sees it. `is_running`: it owes an answer. `is_receiving`: it
+    has not received anything yet, or a part of a message."""
 
     @property
     def is_running(self) -> bool: ...
+
+    @property
+    def is_receiving(self) -> bool: ...
 
     def sweep(self, now: float) -> None:
         """Enforce time-outs; called about once a second."""
@@ -78,12 +86,7 @@ class Listener:
         kernel's queue, which belongs to the sockets, not to the listeners. Needs uvloop: asyncio's
         own loop drops connections that it has accepted but not started."""
         self.tls = tls
-        old = self._listeners
-        sockets = [
-            socket.socket(fileno=os.dup(each.fileno()))
-            for listener in old
-            for each in listener.sockets
-        ]
+        old, sockets = self._listeners, self._duplicates()
         for listener in old:
             listener.close()
         self._listeners = [await self._listen(sock=each) for each in sockets]
@@ -98,9 +101,44 @@ class Listener:
             **where,
         )
 
+    def _duplicates(self) -> list[socket.socket]:
+        """Return the listening sockets; they stay open when their listeners close."""
+        return [socket.socket(fileno=os.dup(each.fileno())) for each in self.listeners]
+
     @property
     def listeners(self) -> list[socket.socket]:
         return [each for listener in self._listeners for each in listener.sockets]
+
+    async def settle(self) -> None:
+        """Accept the connections that wait and no others, and answer what clients have sent. A
+        socket that is closed with unread bytes, or before it was accepted, is reset."""
+        accepted = self._accept_last()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                connecting = (
+                    self._loop.connect_accepted_socket(self.connect, each, ssl=self.tls)
+                    for each in accepted
+                )
+                await asyncio.gather(*connecting, return_exceptions=True)
+                for _ in range(SETTLE_TURNS):
+                    await asyncio.sleep(0)
+                while any(each.is_running or each.is_receiving for each in self._connections):
+                    await asyncio.sleep(0.005)
+
+    def _accept_last(self) -> list[socket.socket]:
+        """Stop listening; return the connections that waited until then."""
+        sockets = self._duplicates()
+        for listener in self._listeners:
+            listener.close()
+        accepted = []
+        for each in sockets:
+            each.setblocking(False)
+            with each, contextlib.suppress(OSError):
+                while True:
+                    accepted.append(each.accept()[0])
+        for each in accepted:
+            each.setblocking(False)
+        return accepted
 
     async def close(self) -> None:
         if self._sweeper is not None:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from msgspec.json import encode
 
-from penstock.errors import InvalidRequest, NotFound, NotReady
+from penstock.errors import SHUTTING_DOWN, InvalidRequest, NotFound, NotReady
 from penstock.llm.language_model import LanguageModel
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.http import Exchange
@@ -60,7 +60,7 @@ class OpenAiHttp:
         path, is_post = exchange.head.path, exchange.head.method == b"POST"
         with guarded(exchange, self._is_logged and path in INFERENCE):
             if is_post and self._is_draining():
-                raise NotReady("the server is shutting down")
+                raise NotReady(SHUTTING_DOWN)
             self._handlers.get(path, self._describe_model)(exchange)
 
     def _list_models(self, exchange: Exchange) -> None:

@@ -22,7 +22,8 @@ import uvloop
 
 from penstock.config import HttpLimits, ModelConfig, TlsConfig
 from penstock.errors import QuotaExceeded
-from penstock.llm.language_model import LanguageModel, TextShard
+from penstock.llm.language_model import LanguageModel
+from penstock.llm.open_generations import TextShard
 from penstock.protocols import access_log
 from penstock.protocols.core_client import CoreClient, begin, gate_of
 from penstock.protocols.forwarding import Forwarding
@@ -75,7 +76,7 @@ class ShardRouter:
         handlers = (openai.handle, generate.handle)
         self._table, self._gate, self._rates = table, gate, rates
         self._local = local = LocalInference(table, lifecycle, logs_requests, *handlers, gate)
-        self.infer, self.prepare = local.infer, local.prepare
+        self.infer, self.prepare, self.refused = local.infer, local.prepare, local.refused
         # Messages that have waited for a token and may go on, or why not.
         self._decided: dict[Exchange, QuotaExceeded | None] = {}
         self.handle: Callable[[Exchange], None] = lambda exchange: None
@@ -123,7 +124,7 @@ async def serve(core: CoreClient, settings: frames.OpenShard) -> None:
     rates = LeasedRates(core.send)
     router = ShardRouter(core, shard.table, lifecycle, gate, rates, logs_requests)
     v2 = V2Http(router, limits, gate, logs_requests)
-    http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare)
+    http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare, v2.rejected)
     infer = InferRpcs(shard.table, lifecycle, gate, logs_requests, rates.take)
     service = GrpcService(infer, core.manage, gate)
     grpc = None
@@ -139,11 +140,14 @@ async def serve(core: CoreClient, settings: frames.OpenShard) -> None:
         lifecycle.drain()
         if grpc is not None:
             grpc.go_away()
+            service.drain()
 
     core.on_keys, core.on_drain = use_keys, drain
     router.handle = v2.handle
     rates.replace(settings.rates)
     core.on_rates, core.on_leased = rates.replace, rates.leased
+    shard.table.set_shares(settings.shares)
+    core.on_shares = shard.table.set_shares
     core.on_part, core.on_question = shard.receive, shard.answer
     core.count_connections = lambda: sum(each.num_connections for each in servers)
 
@@ -163,7 +167,7 @@ async def serve(core: CoreClient, settings: frames.OpenShard) -> None:
     drain()
     await finish(servers)
     await v2.close()
-    service.stop()
+    await service.stop()
     await asyncio.gather(*(server.close() for server in servers))
     await service.close()
     await shard.close()
@@ -192,6 +196,7 @@ async def finish(servers: Sequence[Listener]) -> None:
                 await asyncio.sleep(0.005)
     except TimeoutError:
         pass
+    await asyncio.gather(*(server.settle() for server in servers))
 
 
 def load_tls(tls: TlsConfig | None, protocol: str) -> tuple[TlsFiles | None, ssl.SSLContext | None]:

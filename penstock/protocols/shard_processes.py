@@ -400,8 +400,13 @@ class ShardProcess:
             self._restart(f"could not be started ({error})")
             return
         quotas = self._core.management.catalog.quotas
-        rates = {"rates": quotas.rates, "token_rates": quotas.token_rates}
-        self._session.open(msgspec.structs.replace(self._spec.opening, **rates))
+        opening = msgspec.structs.replace(
+            self._spec.opening,
+            rates=quotas.rates,
+            token_rates=quotas.token_rates,
+            shares=quotas.shares,
+        )
+        self._session.open(opening)
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
 
@@ -427,7 +432,8 @@ class ShardProcess:
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
             quotas = self._core.management.catalog.quotas
-            self._session.line.send(frames.SetKeys(keys, quotas.rates, quotas.token_rates))
+            changed = frames.SetKeys(keys, quotas.rates, quotas.token_rates, quotas.shares)
+            self._session.line.send(changed)
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:

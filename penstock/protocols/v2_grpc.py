@@ -8,6 +8,7 @@ management calls the core answers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import NotFound, NotReady, PenstockError, Unsupported
+from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, PenstockError, Unsupported
 from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall
 from penstock.protocols.grpc_server import GrpcServer, OpenCall
@@ -30,6 +31,8 @@ from penstock.wire.v2_pb import Proto, parse
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 WATCH_S = 0.5
+# Time for watches to send their last status.
+STOP_S = 1.0
 # Fields of answers that hold the management API's JSON; in other answers it is the whole message.
 FIELDS = {"ModelConfig": b"config", "RepositoryIndex": b"models"}
 
@@ -46,8 +49,9 @@ class GrpcService:
         self._infer = infer
         self._manage = manage
         self._gate = gate
-        self._is_stopping = asyncio.Event()
+        self._is_draining, self._is_stopping = asyncio.Event(), asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
+        self._watches: set[asyncio.Task[None]] = set()
 
     def methods(self) -> dict[str, OpenCall]:
         found: dict[str, OpenCall] = {
@@ -57,16 +61,23 @@ class GrpcService:
         found[INFERENCE + "ModelInfer"] = partial(InferOnce, self._infer)
         found[INFERENCE + "ModelStreamInfer"] = partial(InferStream, self._infer)
         found[HEALTH + "Check"] = partial(TaskCall, self.tasks, self._check)
-        found[HEALTH + "Watch"] = partial(WatchCall, self.tasks, self._watch)
+        found[HEALTH + "Watch"] = partial(WatchCall, self._watches, self._watch)
         return found
 
-    def stop(self) -> None:
+    def drain(self) -> None:
+        """Tell those who watch that nothing is served any more."""
+        self._is_draining.set()
+
+    async def stop(self) -> None:
         """End calls that would never end: streams stop reading, watches end."""
+        self.drain()
         self._is_stopping.set()
         self._infer.stop()
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=STOP_S)
 
     async def close(self) -> None:
-        tasks = list(self.tasks)
+        tasks = [*self.tasks, *self._watches]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,19 +116,25 @@ class GrpcService:
         return health_pb.HealthCheckResponse(status=status)
 
     async def _watch(self, call: GrpcCall, data: Buffer) -> None:
-        """Send the status now, and whenever it changes."""
+        """Send the status now, and whenever it changes; the last one is that of a server that is
+        shutting down."""
         message, last = parse(health_pb.HealthCheckRequest, bytes(data)), None
-        while not self._is_stopping.is_set():
-            status = await self._status(message.service, call)
+        while True:
+            is_draining = self._is_draining.is_set()
+            if not is_draining or last is None:
+                status = await self._status(message.service, call)
+            elif last == health_pb.SERVING:
+                status = health_pb.NOT_SERVING
             if status != last:
                 answer = health_pb.HealthCheckResponse(status=status)
                 call.send([answer.SerializeToString()])
                 last = status
-            try:
+            if is_draining:
+                await self._is_stopping.wait()
+                raise NotReady(SHUTTING_DOWN)
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
-                    await self._is_stopping.wait()
-            except TimeoutError:
-                pass
+                    await self._is_draining.wait()
 
     async def _status(self, service: str, call: GrpcCall) -> int:
         """Return the status of the server, or of the named model, which requires a key."""
@@ -132,7 +149,7 @@ class GrpcService:
             return health_pb.SERVICE_UNKNOWN
         except NotReady:
             return health_pb.NOT_SERVING
-        return health_pb.SERVING
+        return health_pb.NOT_SERVING if self._is_draining.is_set() else health_pb.SERVING
 
 
 class TaskCall(UnaryCall):
@@ -185,9 +202,6 @@ class WatchCall(TaskCall):
     @property
     def is_busy(self) -> bool:
         return False
-
-    def deliver(self, answer: None) -> None:
-        self.end()
 
 
 def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:

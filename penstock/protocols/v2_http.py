@@ -6,17 +6,26 @@ The core and the shards share this code; they differ only in their `Router`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Protocol
 
 from penstock.config import HttpLimits
-from penstock.errors import NotReady, PenstockError
+from penstock.errors import (
+    SHUTTING_DOWN,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
 from penstock.protocols import access_log, audit_log
 from penstock.protocols.gate import Gate, no_route, short_path
 from penstock.protocols.handler_tasks import HandlerTasks, RouteHandler, make_handlers, with_audit
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_errors import Refusal, WrongHead, reply_error
-from penstock.protocols.http_reader import LongBody, MessageHead
+from penstock.protocols.http_reader import LongBody, MessageHead, Rejection
 from penstock.protocols.infer_bodies import InferBodies, json_bytes_of, too_much_json
 from penstock.protocols.infer_http import InferCall, InferSink, LoggedSink
 from penstock.protocols.route import Match
@@ -29,6 +38,9 @@ from penstock.serving.model_table import ModelTable
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
 
+# Errors as which bodies are counted that HTTP itself refuses, by status.
+REJECTIONS = {413: TooLarge, 503: NotReady}
+
 
 class Parked(Exception):
     """A message waits for a token of its key's rate; the router calls `V2Http.handle` again."""
@@ -40,6 +52,9 @@ class Router(Protocol):
     def count(self, call: InferCall, exchange: Exchange) -> None:
         """Count an inference request before its body is read; QuotaExceeded if too many came, or
         Parked."""
+
+    def refused(self, call: InferCall, received: float, error: Refusal) -> None:
+        """Count an inference request whose body or encoding is wrong, before `refuse`."""
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
 
@@ -94,6 +109,12 @@ class LocalInference:
         name, version = call.model_name, call.model_version
         self._catalog.count_request(call.caller, exchange.received, name, version)
 
+    def refused(self, call: InferCall, received: float, error: Refusal) -> None:
+        if isinstance(error, WrongHead):
+            error = Unsupported(str(error))
+        with contextlib.suppress(NotFound, NotReady):
+            self._catalog.find(call.model_name, call.model_version).refused(error, received)
+
     def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
         if self._lifecycle.is_draining:
             return None
@@ -110,7 +131,7 @@ class LocalInference:
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
             if self._lifecycle.is_draining:
-                raise NotReady("the server is shutting down")
+                raise NotReady(SHUTTING_DOWN)
             body, received, long = exchange.body, exchange.received, exchange.long
             if long is not None:
                 assert isinstance(long, TensorBody)
@@ -153,7 +174,8 @@ class Models:
             handle_generate,
             gate,
         )
-        self.count, self.infer, self.prepare = local.count, local.infer, local.prepare
+        self.count, self.refused = local.count, local.refused
+        self.infer, self.prepare = local.infer, local.prepare
         self._tasks = HandlerTasks()
         self._handlers = {**make_handlers(management), **(pages or {})}
         self.close = self._tasks.close
@@ -180,7 +202,7 @@ class V2Http:
         self.screen = gate.screen
         self._router = router
         self._infer = router.infer
-        self._bodies = InferBodies(limits, router.infer, self._refuse)
+        self._bodies = InferBodies(limits, router.infer, self._refuse, router.refused)
 
     def handle(self, exchange: Exchange) -> None:
         call = exchange.head.note
@@ -204,6 +226,16 @@ class V2Http:
             return
         except (PenstockError, WrongHead) as error:
             self._refuse(exchange, call, error)
+
+    def rejected(self, rejection: Rejection, received: float) -> None:
+        """Count an inference request whose body cannot be received."""
+        head = rejection.head
+        match = None if head is None else find(head.path)
+        if head is None or match is None or match.route.handler != "infer":
+            return
+        if self.screen(head):
+            error = REJECTIONS.get(rejection.status, InvalidRequest)(str(rejection))
+            self._router.refused(InferCall(match, head.headers), received, error)
 
     def prepare(self, head: MessageHead) -> LongBody | None:
         """Return memory for a long body, before it is read. None if the message is no inference

@@ -68,7 +68,7 @@ class Admission:
         self._queue = queue
         self._guard = guard
         self._quarantine = guard.table
-        self._sequencer = replies.sequencer
+        self._order = replies.order
         self._quotas = context.quotas
         self._shares = context.shares
         self._saturation = context.saturation
@@ -104,8 +104,8 @@ class Admission:
         queue.batcher.add(request, geometry, now)
         if has_quotas:
             self._shares.enter(request, request.caller, level=request.priority)
-        if self._sequencer is not None:
-            request.turn = self._sequencer.enter()
+        if self._order is not None:
+            request.turn = self._order.enter()
 
     def refused(self, request: Request, error: PenstockError, num_held: int) -> None:
         """Tell the queue shares if the queue was full with this many requests; a request with its

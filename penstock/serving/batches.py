@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.serving.held_rows import HeldBatch
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -39,6 +40,8 @@ class RunningBatch:
     # If several shards share the worker: whether it runs the batch yet, and with their rows in it.
     is_started: bool = True
     is_merged: bool = False
+    # Inputs and outputs that are not in shared memory.
+    held: HeldBatch | None = None
 
     def waits(self) -> Waits:
         """Return the mean waits of its requests, for a batch and for an instance."""

@@ -451,12 +451,7 @@ class Dispatcher:
     def _return(self, batch: RunningBatch) -> None:
         """Queue a batch again that a dead worker had not started."""
         self._queue.batcher.ended(batch.started)
-        requests = self._take_back(batch)
-        if batch.closed_by == "rerun":
-            for request in requests:
-                self._queue.rerun(request)
-        elif requests:
-            self._queue.batcher.put_back(requests, requests[0].ticket.fit.plan.geometry)
+        self._queue.put_back(self._take_back(batch), batch.closed_by)
 
     def _lose(self, batch: RunningBatch, reason: str, now: float) -> None:
         self._queue.batcher.ended(batch.started)

@@ -51,6 +51,26 @@ class Elsewhere(Protocol):
         """Show the queue of this level after an arrival, without waiting for `publish`. `due` is
         the request's, if nothing was queued before."""
 
+    def show_oldest(self, came: float) -> None:
+        """Show when the oldest request that is not computed came; 0: there is none."""
+
+    def oldest(self, now: float) -> float | None:
+        """Return that of all other shards; None: there is none."""
+
+    def show_held(self, key: int, counts: Sequence[int]) -> None:
+        """Show how many requests of an API key this shard has admitted and not answered, by level.
+        Keys with a share of the queue have a number each."""
+
+    def num_held(self, key: int, level: int) -> int:
+        """Return how many of this level and above all other shards have."""
+
+    def show_admitted(self, count: int) -> None:
+        """Show how many requests of all keys this shard has admitted and not answered. Shown only
+        while keys have shares."""
+
+    def num_admitted(self) -> int:
+        """Return how many all other shards have."""
+
 
 class NothingElsewhere:
     """For the batcher of a model that is served by one shard."""
@@ -66,6 +86,24 @@ class NothingElsewhere:
 
     def arrived(self, level: int, num_requests: int, size: int, due: float | None) -> None:
         """Nobody reads it."""
+
+    def show_oldest(self, came: float) -> None:
+        """Nobody reads it."""
+
+    def oldest(self, now: float) -> float | None:
+        return None
+
+    def show_held(self, key: int, counts: Sequence[int]) -> None:
+        """Nobody reads it."""
+
+    def num_held(self, key: int, level: int) -> int:
+        return 0
+
+    def show_admitted(self, count: int) -> None:
+        """Nobody reads it."""
+
+    def num_admitted(self) -> int:
+        return 0
 
 
 NOTHING_ELSEWHERE = NothingElsewhere()

@@ -18,6 +18,7 @@ from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.backends.heads import Headed
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
+from penstock.serving.held_rows import HeldBatch, find, private
 from penstock.serving.shard_link import ShardLink, ShardMemory
 from penstock.serving.worker_spill import Spilled, Values, split
 from penstock.types import DATATYPES, Array, TensorSpec, shape_fits
@@ -35,12 +36,15 @@ class Part:
     link: ShardLink
     frame: frames.Dispatch
     num_rows: int
+    # Inputs and outputs that are not in shared memory.
+    held: HeldBatch | None = None
 
     @classmethod
     def of(cls, link: ShardLink, frame: frames.Dispatch) -> Part:
+        held = find(frame.held) if frame.held else None
         if frame.runs:
-            return cls(link, frame, sum([run.count for run in frame.runs]))
-        return cls(link, frame, sum([request.num_rows for request in frame.requests]))
+            return cls(link, frame, sum([run.count for run in frame.runs]), held)
+        return cls(link, frame, sum([request.num_rows for request in frame.requests]), held)
 
     @property
     def memory(self) -> ShardMemory:
@@ -125,15 +129,32 @@ class BatchExecutor:
         for part in parts:
             pieces += self._pieces(part)
         if len(parts) == 1:
-            return Batch.of(pieces, parts[0].num_rows, parts[0].frame.requests)
+            (part,) = parts
+            room = self._room(part) if len(pieces) > 1 else None
+            return Batch.of(pieces, part.num_rows, part.frame.requests, room)
         requests = [request for part in parts for request in part.frame.requests]
         return Batch.of(pieces, sum(part.num_rows for part in parts), requests)
+
+    def _room(self, part: Part) -> Mapping[str, Array] | None:
+        """Return the rows that wait for inputs which are elsewhere; None if they are apart. New
+        memory for each batch would cost more than the copy."""
+        frame = part.frame
+        if part.held is None or not part.held.pieces or len(frame.runs) != 1:
+            return None
+        (run,) = frame.runs
+        room: dict[str, Array] = {}
+        for name, column in zip(self._names, part.memory.columns(run.slab, frame), strict=False):
+            room[name] = column[run.row : run.row + run.count]
+            room[name].flags.writeable = True
+        return room
 
     def _pieces(self, part: Part) -> Sequence[Mapping[str, Array]]:
         """Return the inputs of each run of rows, or of each request without rows."""
         frame, memory = part.frame, part.memory
         if not frame.runs:
             return memory.spill.read(frame.requests)
+        if part.held is not None and part.held.pieces:
+            return part.held.pieces
         pieces: list[dict[str, Array]] = []
         for run in frame.runs:
             rows = slice(run.row, run.row + run.count)
@@ -179,6 +200,9 @@ class BatchExecutor:
 
     def _store_rows(self, part: Part, outputs: Outputs) -> Stored:
         frame = part.frame
+        if part.held is not None:
+            self._hold(part.held, frame, outputs)
+            return ALL_IN_ROWS
         left = self._store(part, frame.runs, outputs)
         if not left:
             return ALL_IN_ROWS
@@ -188,6 +212,22 @@ class BatchExecutor:
         else:
             in_spill = [left] * len(frame.requests)
         return Stored(part.memory.spill.write(in_spill) if any(in_spill) else ())
+
+    def _hold(self, held: HeldBatch, frame: frames.Dispatch, outputs: Outputs) -> None:
+        """Give each request of a caller in this process its outputs."""
+        answers: list[dict[str, Array]] = [{} for _ in held.counts]
+        for spec in self._config.outputs:
+            values = outputs[spec.name]
+            if self._config.max_batch_size <= 0:
+                own = [private(spec, values) for _ in answers]
+            elif spec.is_fixed:
+                own = held.split(values)
+            else:
+                parts = split(frame, [(spec, values)], self._proof.crops)
+                own = [private(spec, each) for ((_, each),) in parts]
+            for answer, each in zip(answers, own, strict=True):
+                answer[spec.name] = each
+        held.answers = answers
 
     def _store(
         self,
@@ -224,6 +264,7 @@ class BatchExecutor:
         does not affect the others."""
         errors: dict[int, str] = {}
         in_spill: list[Values] = []
+        held: list[dict[str, Array]] = []
         pairs = zip(part.frame.requests, answers, strict=True)
         for index, ((request, outputs), rows) in enumerate(
             zip(pairs, _rows(part.frame), strict=True)
@@ -236,10 +277,17 @@ class BatchExecutor:
                     for spec in self._config.outputs
                     if not request.outputs or spec.name in request.outputs
                 }
-                in_spill.append(self._store(part, rows, good, request.outputs))
+                if part.held is None:
+                    in_spill.append(self._store(part, rows, good, request.outputs))
+                else:
+                    specs = [spec for spec in self._config.outputs if spec.name in good]
+                    held.append({spec.name: private(spec, good[spec.name]) for spec in specs})
             except BaseException as error:  # Any exception of the model is answered.
                 errors[index] = explain_error(error)
                 in_spill.append(())
+                held.append({})
+        if part.held is not None:
+            part.held.answers = held
         # Requests that cannot be run, through their clients' fault.
         each = enumerate(answers)
         invalid = tuple(index for index, its in each if isinstance(its, InvalidRequest))

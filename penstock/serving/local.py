@@ -8,25 +8,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from penstock.config import ModelConfig
-from penstock.errors import NotReady, PenstockError
+from penstock.errors import InvalidRequest, NotReady
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
+from penstock.serving.answer_future import AnswerFuture
 from penstock.serving.context import log_about
+from penstock.serving.held_rows import HeldRows
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.placement import place
+from penstock.serving.registered import RegisteredRows, register
 from penstock.serving.served import Served
 from penstock.serving.supervisor import ThreadLife
 from penstock.system import devices
-from penstock.types import Array, CallbackSink, Request, Response, to_array
-from penstock.wire.arrays import Given, to_tensors
+from penstock.types import Array, Request, Tensor, to_array
+from penstock.wire.arrays import MIN_VIEW_BYTES, Given, InputForm, InputReader
 
 log = logging.getLogger("penstock.local")
 Kind = TypeVar("Kind", bound=Served)
@@ -89,7 +91,9 @@ class LocalModel(ModelThread[Model | StagePipeline]):
         """`model` is a model's folder, or a configuration that is placed already."""
         if not isinstance(model, ModelConfig):
             model = choose(resolve(model).read(), model, version)
-        # Requests on their way to the loop; one wake-up takes all of them.
+        self._has_batch = model.max_batch_size > 0
+        self._reader = InputReader(model.inputs, model.name, has_batch=self._has_batch)
+        # Requests on their way to the loop, which is woken only if it does not look for them.
         self._sent: deque[Request] = deque()
         self._is_taking_due = False
         super().__init__(model, start(model, ThreadLife))
@@ -100,28 +104,37 @@ class LocalModel(ModelThread[Model | StagePipeline]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def infer(self, inputs: Given) -> dict[str, Array]:
+    def register(self, arrays: Array | Mapping[str, Array]) -> RegisteredRows:
+        """Return rows that `submit` takes by reference. The arrays have a first dimension of rows;
+        they must have the datatype of the input and be C-contiguous."""
+        return register(self, self.config, self._reader, arrays)
+
+    def infer(self, inputs: Given | RegisteredRows) -> dict[str, Array]:
         """Return outputs by name. A model that needs one input takes a single array; if the model
         has a batch dimension, so must the arrays."""
         return self.submit(inputs).result()
 
-    def submit(self, inputs: Given) -> Future[dict[str, Array]]:
-        """Like `infer`, without waiting: concurrent requests are batched."""
-        future: Future[dict[str, Array]] = Future()
-
-        def deliver(request: Request, answer: Response | PenstockError) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            if isinstance(answer, PenstockError):
-                future.set_exception(answer)
-            else:
-                future.set_result({t.name: to_array(t).copy() for t in answer.outputs})
-
-        config, has_batch = self.config, self.config.max_batch_size > 0
-        tensors = to_tensors(inputs, config.inputs, config.name, has_batch=has_batch)
-        request = Request(CallbackSink(deliver), tensors, time.monotonic())
+    def submit(self, inputs: Given | RegisteredRows, *, copy: bool = False) -> AnswerFuture:
+        """Like `infer`, without waiting: concurrent requests are batched. Small arrays are
+        copied; large ones (MIN_VIEW_BYTES) must not change before the answer, unless with `copy`.
+        Registered ones never may."""
+        future = AnswerFuture(self.cancel)
+        rows: HeldRows | None = None
+        form: InputForm | None
+        if isinstance(inputs, RegisteredRows):
+            registration = inputs.registration
+            if registration.owner is not self:
+                raise InvalidRequest(f"the rows are not registered with '{self.config.name}'")
+            tensors, form = registration.read(inputs.start, inputs.stop)
+            rows = inputs
+        else:
+            tensors, form = self._reader.read(inputs, copy=copy)
+        future.request = request = Request(future, tensors, time.monotonic())
+        request.form = form
+        request.takes_arrays = True
+        if self._has_batch and tensors and len(tensors[0].data) >= MIN_VIEW_BYTES:
+            request.rows = rows or _held(tensors)
         self.send(request)
-        future.add_done_callback(lambda done: self.cancel(request) if done.cancelled() else None)
         return future
 
     def send(self, request: Request) -> None:
@@ -142,10 +155,28 @@ class LocalModel(ModelThread[Model | StagePipeline]):
                 self._loop.call_soon_threadsafe(self._model.cancel, request)
 
     def _take_sent(self) -> None:
-        # Reset first: requests sent from now on wake the loop again.
-        self._is_taking_due = False
-        for _ in range(len(self._sent)):
-            self._model.submit(self._sent.popleft())
+        sent, submit = self._sent, self._model.submit
+        if not sent:
+            self._is_taking_due = False
+            # Who sent a request before that line did not wake the loop.
+            if not sent:
+                return
+            self._is_taking_due = True
+        for _ in range(len(sent)):
+            submit(sent.popleft())
+        # Look again in the next turn, because bursts are common and a wake-up is a system call.
+        self._loop.call_soon(self._take_sent)
+
+
+def _held(tensors: Sequence[Tensor]) -> HeldRows | None:
+    """Return rows of large tensors that stay where they are; None if there is a text."""
+    arrays: dict[str, Array] = {}
+    for each in tensors:
+        if each.datatype == "BYTES" or not each.shape:
+            return None
+        array = arrays[each.name] = to_array(each)
+        array.flags.writeable = False
+    return HeldRows(arrays, 0, tensors[0].shape[0])
 
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipeline:

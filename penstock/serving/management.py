@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 import penstock
-from penstock.errors import NotReady
+from penstock.errors import SHUTTING_DOWN, NotReady
 from penstock.repository.pbtxt import to_json
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -91,7 +91,7 @@ class ManagementApi:
 
     async def ready(self, call: ManagementCall) -> bytes:
         if self.lifecycle.is_draining:
-            raise NotReady("the server is shutting down")
+            raise NotReady(SHUTTING_DOWN)
         if self.lifecycle.is_loading:
             raise NotReady("models are loading")
         if not self.catalog.is_ready:
@@ -117,7 +117,7 @@ class ManagementApi:
     async def model_ready(self, call: ManagementCall) -> bytes:
         model, is_draining = self._find(call), self.lifecycle.is_draining
         if is_draining or not model.is_ready:
-            reason = "the server is shutting down" if is_draining else model.reason
+            reason = SHUTTING_DOWN if is_draining else model.reason
             raise NotReady(f"Model version not ready: {reason}".removesuffix(": "))
         return _json({"name": model.config.name, "ready": True})
 

@@ -59,6 +59,7 @@ class Model:
         shard: ShardSetup = ONLY_SHARD,
     ) -> None:
         quotas, policy = quotas or Quotas(), config.batching
+        num_levels = max(1, policy.num_priorities)
         metrics = metrics or ModelMetrics(config.name, config.version, config.metric_tags)
         context = ModelContext(
             config=config,
@@ -66,16 +67,17 @@ class Model:
             metrics=metrics,
             planner=Planner(config, slab_bytes(config)),
             quotas=quotas,
-            shares=QueueShares(quotas, policy.max_pending, max(1, policy.num_priorities)),
+            shares=QueueShares(quotas, policy.max_pending, num_levels, shard.elsewhere),
             saturation=Saturation(clock()),
             sees_idle=shard.sees_idle,
             num_batches=shard.num_batches,
         )
         self.config = config
         self.metrics = metrics
+        self._shares = context.shares
         self._clock = clock
         self.memory = memory = RequestMemory(context)
-        self._replies = replies = Replies(context, memory)
+        self._replies = replies = Replies(context, memory, shard.elsewhere)
         self.history = replies.history
         guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard, shard.elsewhere)
@@ -165,9 +167,17 @@ class Model:
                     await self.drain()
         self._queue.refuse_all(error)
         self._dispatcher.check_idle()
+        if self._replies.order is not None:
+            self._replies.order.close()
         self.readiness.close()
         self.memory.close()
         self._admission.close()
+
+    def tick(self) -> None:
+        """Show other shards again what is here, whatever happened to the page."""
+        self._shares.show()
+        if self._replies.order is not None:
+            self._replies.order.tick()
 
     def reserve(self, form: object) -> Reservation | None:
         """Reserve memory for a request of this form that is being received; None: receive it into

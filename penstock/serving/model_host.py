@@ -76,6 +76,7 @@ class ModelHost:
         self._slots = slots_of_workers(config)
         self._clock = clock
         self._metrics = metrics
+        self._load_began = clock()
         self.supervisor = Supervisor(config, start_life)
         # Replaced in place: a spare takes over from a dead worker.
         self.instances: Sequence[Instance] = self.supervisor.instances
@@ -137,6 +138,7 @@ class ModelHost:
 
     async def load(self) -> None:
         """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
+        self._load_began = self._clock()
         self.supervisor.start(self)
         await self._first_ready
         if self._load_problems:
@@ -151,7 +153,6 @@ class ModelHost:
 
     def instance_ready(self, instance: Instance) -> None:
         assert instance.ready is not None
-        self._metrics.load_s = instance.ready.load_s
         if self._proved is not None:
             for shard, part in self._parts.items():
                 self._set_worker(shard, part, instance)
@@ -262,6 +263,7 @@ class ModelHost:
 
     def _finish_load(self, ready: Sequence[frames.WorkerReady]) -> None:
         """Batch and pad as far as every instance proved harmless, and let the shards serve."""
+        self._metrics.load_s = self._clock() - self._load_began
         proof = self.supervisor.proof = agreed([each.proof for each in ready])
         self._proved = proved = frames.ModelProved(
             proof,

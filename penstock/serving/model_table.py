@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.errors import NotFound, NotReady, QuotaExceeded
+from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import listed
 from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
@@ -81,7 +81,7 @@ class ModelTable:
     def _absence(self, name: str) -> NotReady | NotFound:
         """Return why a model is not loaded."""
         if self._is_closed:
-            return NotReady("the server is shutting down")
+            return NotReady(SHUTTING_DOWN)
         if (failure := self._failures.get(name)) is not None:
             return NotReady(f"model '{name}' could not be loaded: {'; '.join(failure.problems)}")
         if name in self._awaited:

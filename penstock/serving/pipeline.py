@@ -18,15 +18,15 @@ from penstock.config import CPU, IMAGE, PREPROCESS_BACKEND, BatchPolicy, ModelCo
 from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
-from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
 from penstock.serving.batcher import queue_timeout_s
 from penstock.serving.core_link import ONLY_SHARD, ShardSetup
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
-from penstock.serving.replies import is_overload
+from penstock.serving.replies import AnswerOrder, is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
@@ -114,6 +114,7 @@ class Journey:
         inner = Request(self, tensors, request.timings.received, id=request.id, outputs=outputs)
         inner.caller, inner.priority = request.caller, request.priority
         inner.parameters = request.parameters
+        inner.takes_arrays = is_last and request.takes_arrays
         if self.timeout_s is not None:
             left_s = request.timings.queued + self.timeout_s - now
             if left_s <= 0 and not owner.is_delayed(request):
@@ -194,10 +195,12 @@ class StagePipeline:
         policy = config.batching
         self._quotas = quotas or Quotas()
         num_levels = max(1, policy.num_priorities)
-        self._shares = QueueShares(self._quotas, policy.max_pending, num_levels)
+        # What is of the pipeline as a whole is shown in the block of its first stage.
+        elsewhere = shards[0].elsewhere if shards else NOTHING_ELSEWHERE
+        self._shares = QueueShares(self._quotas, policy.max_pending, num_levels, elsewhere)
         # Checks requests before any stage runs; lengths are known only to the stages.
         self._planner = Planner(replace(config, batching=replace(policy, max_tokens=None)), 0)
-        self._sequencer = AnswerSequencer() if policy.preserve_ordering else None
+        self._order = AnswerOrder(clock, elsewhere) if policy.preserve_ordering else None
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
@@ -223,6 +226,14 @@ class StagePipeline:
     async def close(self) -> None:
         self._is_closing = True
         await asyncio.gather(*(model.close() for model in self.models))
+        if self._order is not None:
+            self._order.close()
+
+    def tick(self) -> None:
+        """Show other shards again what is here, whatever happened to the page."""
+        self._shares.show()
+        if self._order is not None:
+            self._order.tick()
 
     @property
     def metrics(self) -> ModelMetrics:
@@ -288,9 +299,9 @@ class StagePipeline:
         journey = self._journeys[request] = Journey(self, request, self._timeout_s(request))
         if self._quotas.is_active:
             self._shares.enter(request, request.caller, level=self._level(request))
-        if self._sequencer is not None:
-            request.turn = self._sequencer.enter()
-        tensors, request.inputs = request.inputs, ()
+        if self._order is not None:
+            request.turn = self._order.enter()
+        tensors, request.inputs, request.rows = request.inputs, (), None
         journey.submit(tensors, now)
 
     def cancel(self, request: Request) -> None:
@@ -342,11 +353,12 @@ class StagePipeline:
             self._count_failure(request, answer, now)
         else:
             self._metrics.passed(request)
-            answer = Response(self.config.name, self.config.version, answer.outputs)
-        if self._sequencer is None:
+            arrays, named = answer.arrays, (self.config.name, self.config.version)
+            answer = Response(*named, answer.outputs, arrays=arrays)
+        if self._order is None:
             request.respond(answer)
         else:
-            respond_in_turn(self._sequencer, request, answer)
+            self._order.respond(request, answer)
 
     def _count_failure(self, request: Request, error: PenstockError, now: float) -> None:
         self._metrics.fail_s += now - request.timings.received

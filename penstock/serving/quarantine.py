@@ -234,7 +234,7 @@ class PoisonGuard:
     def _body(self, request: Request) -> list[Tensor]:
         """Return the inputs, whether or not they are in shared memory already."""
         slab, plan = request.ticket.slab, request.ticket.fit.plan
-        if slab is None:
+        if slab is None or request.rows is not None:
             return [request.inputs[index] for index in plan.order]
         geometry, view, count = plan.geometry, slab.seg.view, plan.num_rows
         parts: list[Tensor] = []

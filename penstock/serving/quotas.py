@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.errors import QuotaExceeded
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
 
 # A key that was idle may send this many seconds' worth at once.
 BURST_S = 1.0
@@ -137,11 +138,10 @@ class Quotas:
     """Quotas by the digest of the API key (`Request.caller`); replaced when the file changes."""
 
     def __init__(self, quotas: Mapping[bytes, Quota] | None = None) -> None:
-        self._quotas: Mapping[bytes, Quota] = quotas or {}
-        # An attribute: every request asks.
-        self.is_active = bool(quotas)
         self._requests: dict[bytes, Bucket] = {}
         self._tokens: dict[bytes, Bucket] = {}
+        self._quotas: Mapping[bytes, Quota] = {}
+        self.replace(quotas or {})
 
     def replace(self, quotas: Mapping[bytes, Quota]) -> None:
         """Use new quotas. Keys whose quota is unchanged keep their token buckets."""
@@ -149,7 +149,12 @@ class Quotas:
         self._requests = {key: each for key, each in self._requests.items() if key in same}
         self._tokens = {key: each for key, each in self._tokens.items() if key in same}
         self._quotas = quotas
+        # Attributes: every request asks. Keys whose requests must be counted while a model has
+        # them have a number each, the same in all shards. A share of 1 sets no limit, because the
+        # size of a queue is only an estimate.
         self.is_active = bool(quotas)
+        limited = (key for key, share in self.shares.items() if share < 1)
+        self.numbers = {key: number for number, key in enumerate(sorted(limited))}
 
     def check_rate(self, caller: bytes, now: float) -> None:
         """Count a request. QuotaExceeded if the key exceeds its rate."""
@@ -166,6 +171,12 @@ class Quotas:
         """Requests per second of the keys that have a limit."""
         quotas = self._quotas.items()
         return {k: each.requests_per_s for k, each in quotas if each.requests_per_s is not None}
+
+    @property
+    def shares(self) -> dict[bytes, float]:
+        """Shares of queues of the keys that have one."""
+        quotas = self._quotas.items()
+        return {k: each.queue_share for k, each in quotas if each.queue_share is not None}
 
     def lease(self, caller: bytes, amount: int, now: float) -> tuple[int, float]:
         """Lease tokens of a key's request rate to a shard, or take them back if `amount` is
@@ -216,12 +227,6 @@ class Quotas:
         rate = self._quotas.get(caller, UNLIMITED).tokens_per_s
         return _bucket(self._tokens, caller, rate, now)
 
-    def has_share(self, caller: bytes) -> bool:
-        """Whether requests of this key must be counted while a model has them. A share of 1 sets no
-        limit, because the size of the queue is only an estimate."""
-        share = self._quotas.get(caller, UNLIMITED).queue_share
-        return share is not None and share < 1
-
     def check_share(self, caller: bytes, num_held: int, queue_size: int) -> None:
         """Raise QuotaExceeded if this key's requests fill its share of a queue of this size."""
         share = self._quotas.get(caller, UNLIMITED).queue_share
@@ -231,14 +236,28 @@ class Quotas:
 
 
 class QueueShares:
-    """How much of one model's queue, of `max_pending` requests, each key fills. Only requests of
-    keys with a share are in `held`. Levels are priority levels, 0 the highest: requests of lower
-    levels queue behind a request and do not count against it."""
+    """How much of one model's queue, of `max_pending` requests, each key fills in all shards. With
+    one shard, only requests of keys with a share are in `held`. Levels are priority levels, 0 the
+    highest: requests of lower levels queue behind a request and do not count against it."""
 
-    __slots__ = ("_num_held", "_quotas", "_sizes", "held")
+    __slots__ = (
+        "_elsewhere", "_num_admitted", "_num_held", "_num_levels",
+        "_quotas", "_shown", "_sizes", "held",
+    )  # fmt: skip
 
-    def __init__(self, quotas: Quotas, max_pending: int, num_levels: int = 1) -> None:
+    def __init__(
+        self,
+        quotas: Quotas,
+        max_pending: int,
+        num_levels: int = 1,
+        elsewhere: Elsewhere = NOTHING_ELSEWHERE,
+    ) -> None:
         self._quotas = quotas
+        self._elsewhere = None if elsewhere is NOTHING_ELSEWHERE else elsewhere
+        self._num_levels = num_levels
+        self._num_admitted = 0
+        # The numbers of keys that other shards see.
+        self._shown = quotas.numbers
         # By level: low levels may be refused while there is room for higher ones.
         self._sizes = tuple(QueueSize(max_pending) for _ in range(num_levels))
         self._num_held: Counter[tuple[bytes, int]] = Counter()
@@ -247,18 +266,26 @@ class QueueShares:
 
     def check(self, caller: bytes, now: float, level: int = 0) -> None:
         """Raise QuotaExceeded if the key's share is full."""
-        if self._quotas.has_share(caller):
+        number = self._quotas.numbers.get(caller)
+        if number is not None:
             num_held = sum(self._num_held[caller, each] for each in range(level + 1))
+            if self._elsewhere is not None:
+                num_held += self._elsewhere.num_held(number, level)
             self._quotas.check_share(caller, num_held, self._sizes[level].estimate(now))
 
     def refused(self, num_held: int, now: float, level: int = 0) -> None:
-        """Note that the model, with this many requests, had no capacity for another."""
+        """Note that the model, with this many requests here, had no capacity for another."""
+        if self._elsewhere is not None:
+            num_held += self._elsewhere.num_admitted()
         self._sizes[level].refused(num_held, now)
 
     def enter(self, request: object, caller: bytes, amount: int = 1, level: int = 0) -> None:
-        if self._quotas.has_share(caller):
+        numbers = self._quotas.numbers
+        if caller in numbers or (numbers and self._elsewhere is not None):
             self.held[request] = caller, level, amount
             self._num_held[caller, level] += amount
+            self._num_admitted += amount
+            self._show(caller)
 
     def leave(self, request: object) -> None:
         """Remove a request, however it ended; one that never entered is ignored."""
@@ -266,3 +293,24 @@ class QueueShares:
         if found is not None:
             caller, level, amount = found
             self._num_held[caller, level] -= amount
+            self._num_admitted -= amount
+            self._show(caller)
+
+    def show(self) -> None:
+        """Show other shards what all keys have here; call it periodically."""
+        if self._elsewhere is None or not (self._quotas.numbers or self._shown):
+            return
+        for number in self._shown.values():
+            self._elsewhere.show_held(number, (0,) * self._num_levels)
+        self._shown = self._quotas.numbers
+        for caller in self._shown:
+            self._show(caller)
+
+    def _show(self, caller: bytes) -> None:
+        if self._elsewhere is None:
+            return
+        self._elsewhere.show_admitted(self._num_admitted)
+        number = self._quotas.numbers.get(caller)
+        if number is not None:
+            held = [self._num_held[caller, level] for level in range(self._num_levels)]
+            self._elsewhere.show_held(number, held)

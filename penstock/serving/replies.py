@@ -6,22 +6,26 @@ neither queues nor workers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.errors import BackendFailed, InvalidRequest, Overloaded, PenstockError, QuotaExceeded
-from penstock.serving.answer_order import AnswerSequencer, respond_in_turn
+from penstock.serving.answer_order import Answered, AnswerSequencer
 from penstock.serving.batches import BatchRecord, History, RunningBatch
 from penstock.serving.context import ModelContext, log_about
+from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
 from penstock.serving.metrics import Waits
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.slab import Segment
-from penstock.types import Request, Response
+from penstock.types import Array, Request, Response, from_array
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
 # Overload is over when no request has been refused for this long.
 QUIET_S = 5.0
+# Other shards are looked at again after this time, while an answer waits for them.
+LOOK_AGAIN_S = 0.001
 
 
 class Refusals:
@@ -52,10 +56,51 @@ class Refusals:
         return stretch
 
 
+class AnswerOrder:
+    """Sends the answers of one model in turn. Belongs to an event loop."""
+
+    def __init__(
+        self, clock: Callable[[], float], elsewhere: Elsewhere = NOTHING_ELSEWHERE
+    ) -> None:
+        self._sequencer = sequencer = AnswerSequencer(clock, elsewhere)
+        self.enter, self.tick = sequencer.enter, sequencer.show
+        self._timer: asyncio.TimerHandle | None = None
+
+    def respond(self, request: Request, answer: Response | PenstockError) -> None:
+        """Answer the request once all earlier ones have been answered."""
+        if isinstance(answer, Response):
+            answer.keeper = None
+            for output in answer.outputs:
+                output.data = bytes(output.data)  # The answer may outlive its slab row.
+        self._send(self._sequencer.finish(request.turn, (request, answer)))
+
+    def close(self) -> None:
+        """Send what still waits for other shards."""
+        self._send(self._sequencer.release(waits=False))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._send(self._sequencer.release())
+
+    def _send(self, ready: list[Answered]) -> None:
+        for request, answer in ready:
+            request.respond(answer)
+        if self._timer is None and self._sequencer.waits_for_others:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(LOOK_AGAIN_S, self._look_again)
+
+
 class Replies:
     """Owns the history, the order of answers and the stretches of overload."""
 
-    def __init__(self, context: ModelContext, memory: RequestMemory) -> None:
+    def __init__(
+        self,
+        context: ModelContext,
+        memory: RequestMemory,
+        elsewhere: Elsewhere = NOTHING_ELSEWHERE,
+    ) -> None:
         self._config = context.config
         self._memory = memory
         self._metrics = context.metrics
@@ -65,7 +110,7 @@ class Replies:
         self._refusals = Refusals()
         # None if answers need no order.
         is_ordered = context.config.batching.preserve_ordering
-        self.sequencer = AnswerSequencer() if is_ordered else None
+        self.order = AnswerOrder(context.clock, elsewhere) if is_ordered else None
 
     def finish(self, request: Request, answer: Response | PenstockError) -> None:
         """End an admitted request."""
@@ -74,10 +119,10 @@ class Replies:
         if isinstance(answer, PenstockError):
             request.timings.completed = now = self._clock()
             self._metrics.fail_s += now - request.timings.received
-        if self.sequencer is None:
+        if self.order is None:
             request.respond(answer)
         else:
-            respond_in_turn(self.sequencer, request, answer)
+            self.order.respond(request, answer)
 
     def fail(self, request: Request, error: PenstockError, reason: str) -> None:
         """End an admitted request with an error, unless it has ended."""
@@ -119,15 +164,31 @@ class Replies:
             else:
                 timings.completed = now
                 answered.append(request)
-                own = extents[index] if extents else ()
-                outputs = self._memory.outputs(request, output_spill, own)
-                response = Response(name, version, outputs)
-                fit = request.ticket.fit
-                if fit.has_fixed_outputs:
-                    response.form = fit
-                    response.keeper = self._memory
+                if batch.held is not None:
+                    response = self._held_answer(request, batch.held.answers[index])
+                else:
+                    own = extents[index] if extents else ()
+                    outputs = self._memory.outputs(request, output_spill, own)
+                    response = Response(name, version, outputs)
+                    fit = request.ticket.fit
+                    if fit.has_fixed_outputs:
+                        response.form = fit
+                        response.keeper = self._memory
                 self.finish(request, response)
         return answered
+
+    def _held_answer(self, request: Request, arrays: dict[str, Array]) -> Response:
+        """Return an answer that is not in shared memory. Requests of other sinks may run in the
+        same batch; they get tensors."""
+        response = Response(self._config.name, self._config.version, ())
+        if request.takes_arrays:
+            response.arrays = arrays
+        else:
+            specs = [self._config.outputs[index] for index in request.ticket.fit.selection]
+            response.outputs = [
+                from_array(each.name, each.datatype, arrays[each.name]) for each in specs
+            ]
+        return response
 
     def count(
         self, batch: RunningBatch, answered: Sequence[Request], ended: float, num_rows: int
@@ -179,5 +240,5 @@ def is_overload(error: PenstockError) -> bool:
 
 
 def has_ended(request: Request) -> bool:
-    """Whether the request has its answer, even if the sequencer still holds it back."""
+    """Whether the request has its answer, even if the order of answers still holds it back."""
     return request.is_done or request.timings.completed > 0.0

@@ -12,10 +12,11 @@ from functools import partial
 from penstock.errors import TooLarge
 from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
+from penstock.serving.held_rows import HeldBatch, HeldRows
 from penstock.serving.plan import Fit, RequestPlan
 from penstock.serving.reservation import Reservation
 from penstock.serving.slab import Extents, Segment, Slab, SlabPool, aligned
-from penstock.types import Request, Tensor
+from penstock.types import Request, Tensor, to_array
 from penstock.wire import frames
 
 # Limit on the requests of one batch of extents, so that its frame stays small.
@@ -57,8 +58,9 @@ class RequestMemory:
             )
 
     def place(self, request: Request, *, is_needed: bool = False) -> bool:
-        """Copy the tensors into rows of a slab and drop the request's own buffers. False if all
-        slabs are taken, unless it `is_needed`. Requests without a row layout stay as they are."""
+        """Copy the tensors into rows of a slab and drop the request's own buffers, unless a worker
+        may read them where they are. False if all slabs are taken, unless it `is_needed`. Requests
+        without a row layout stay as they are."""
         ticket = request.ticket
         plan = ticket.fit.plan
         geometry, count = plan.geometry, plan.num_rows
@@ -69,6 +71,9 @@ class RequestMemory:
             return False
         ticket.slab = slab
         ticket.row = row = slab.next_row - count
+        if request.rows is not None and plan.own_shapes is None:
+            return True
+        request.rows = None
         if plan.own_shapes is not None:
             self._fill_padded(request, plan, slab)
         else:
@@ -254,12 +259,16 @@ class RequestMemory:
         layout = geometry.layout
         if layout is None:
             batch.num_rows = sum(request.num_rows for request in batch.requests)
-            parts = self._parts(batch)
-            return frames.Dispatch(batch.id, (), requests=parts, num_tokens=batch.num_tokens)
+            parts, held = self._parts(batch), self._hold(batch, has_rows=False)
+            return frames.Dispatch(
+                batch.id, (), requests=parts, num_tokens=batch.num_tokens, held=held
+            )
         runs: list[frames.RowRange] = []
         slab: Slab | None = None
         start = count = 0
+        has_rows = False
         for request in batch.requests:
+            has_rows = has_rows or request.rows is not None
             ticket, num_rows = request.ticket, request.num_rows
             assert ticket.slab is not None
             if ticket.slab is slab and ticket.row == start + count:
@@ -282,7 +291,33 @@ class RequestMemory:
             layout.capacity,
             parts,
             num_tokens=batch.num_tokens,
+            held=self._hold(batch, has_rows),
         )
+
+    def _hold(self, batch: RunningBatch, has_rows: bool) -> int:
+        """Return the number of a batch with a caller in this process; 0 if it has none.
+        `has_rows`: some of its inputs are not in shared memory."""
+        requests = batch.requests
+        if not any([request.takes_arrays for request in requests]):
+            return 0
+        counts = [request.num_rows for request in requests]
+        batch.held = HeldBatch(counts, map(self._held, requests) if has_rows else ())
+        return batch.held.number
+
+    def _held(self, request: Request) -> HeldRows:
+        """Return where the inputs of a placed request are: its own memory, or its rows."""
+        if request.rows is not None:
+            return request.rows
+        slab, row = request.ticket.slab, request.ticket.row
+        assert slab is not None
+        plan, arrays = request.ticket.fit.plan, {}
+        columns, shapes = plan.geometry.input_columns, plan.geometry.row_shapes
+        for spec, (offset, size), shape in zip(self._config.inputs, columns, shapes, strict=True):
+            start = offset + row * size
+            data = slab.seg.view[start : start + plan.num_rows * size].toreadonly()
+            tensor = Tensor(spec.name, spec.datatype, (plan.num_rows, *shape), data)
+            arrays[spec.name] = to_array(tensor)
+        return HeldRows(arrays, 0, plan.num_rows)
 
     def _sorted_runs(self, batch: RunningBatch) -> list[frames.RowRange]:
         """Sort the requests of a batch by their rows; return the runs of adjacent rows. Requests
@@ -348,6 +383,7 @@ class RequestMemory:
         for request in batch.requests:
             self.release(request)
             request.inputs = ()
+            request.rows = None
 
 
 def _place_of(request: Request) -> tuple[int, int]:

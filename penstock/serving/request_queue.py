@@ -97,12 +97,13 @@ class RequestQueue:
         else:
             self.batcher.rerun_alone(request)
 
-    def put_back(self, requests: list[Request]) -> None:
-        """Undo a `next` or `next_suspect` whose requests cannot be sent, keeping the order."""
-        if self.batcher.closed_by == "rerun":
+    def put_back(self, requests: list[Request], closed_by: str = "") -> None:
+        """Undo a `next` or `next_suspect` for requests that were not run, keeping the order.
+        `closed_by` is what the batcher said of their batch, unless it was the last one."""
+        if (closed_by or self.batcher.closed_by) == "rerun":
             for request in requests:
                 self.rerun(request)
-        else:
+        elif requests:
             self.batcher.put_back(requests, requests[0].ticket.fit.plan.geometry)
 
     def remove(self, request: Request) -> bool:

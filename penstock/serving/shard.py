@@ -25,6 +25,7 @@ from penstock.serving.metrics_record import MetricsRecord, record
 from penstock.serving.model import Model
 from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.pipeline import StagePipeline, make_model, stages_of
+from penstock.serving.quotas import Quota
 from penstock.serving.served import Served
 from penstock.serving.shared_page import PageElsewhere, SharedPage, slots_of_workers
 from penstock.wire import frames
@@ -99,7 +100,11 @@ MakeText = Callable[[ModelConfig, EngineCore], tuple[Served, EnginePart]]
 
 
 class ShardTable(ModelTable):
-    """The published models: a copy of the core's table."""
+    """The published models: a copy of the core's table. Of the quotas, only shares of queues are
+    checked here: requests per second are leased."""
+
+    def set_shares(self, shares: Mapping[bytes, float]) -> None:
+        self.quotas.replace({key: Quota(queue_share=share) for key, share in shares.items()})
 
     def publish(self, frame: frames.Publish, models: Mapping[int, Served]) -> None:
         self._models = {}
@@ -282,6 +287,9 @@ class Shard:
         for part, _ in list(self._parts.values()):
             with contextlib.suppress(OSError):
                 part.tick()
+        for model in self._models.values():
+            if isinstance(model, Model | StagePipeline):
+                model.tick()
 
 
 def _read_model(model: Served) -> ModelReading:

@@ -186,9 +186,7 @@ class ShardedModel(ShardedVersion):
     """A version of a model with tensors (`Served`)."""
 
     def __init__(self, config: ModelConfig, shards: Shards, start_life: StartLife) -> None:
-        """ConfigError if the model cannot be served by several shards."""
-        if config.batching.preserve_ordering:
-            raise ConfigError(["preserve_ordering does not work with --shards yet; use --shards 1"])
+        """ConfigError if the page has no room for the model."""
         super().__init__(config, shards)
         names = [(config.name, config)]
         if config.is_staged:

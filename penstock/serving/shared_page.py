@@ -3,14 +3,15 @@
 The core creates it; every process of the server maps it. It holds 8-byte floats, and each cell has
 one writer. No cell guards another, so readers need no lock: a value is old or new, never half of
 both. Everything in the page is a hint. Readers bound what they read, and a page of random bits can
-only change what is refused or how batches are divided, never an answer.
+only change what is refused, how batches are divided and when answers leave, never an answer.
 
     header       core          layout: version, shards, models, slots of a model
     shard        the shard     heartbeat, CPU seconds, connections
     model
-      queue      the shard     requests, rows, tokens, work by level; due, head, arrivals
+      queue      the shard     requests, rows, tokens, work by level; due, head, arrivals; when
+                               its oldest request came, if answers have an order; requests
       limits     the shard     for each slot, when its oldest batch is overdue
-      held       the shard     requests by API key
+      held       the shard     requests by API key and level
       slot       the worker    predicted end of the batch that runs in it (0: idle; infinity: it
                                does not exist), start, rows
 """
@@ -44,8 +45,11 @@ NUM_LEVELS = 4
 # Cells of a queue block.
 REQUESTS, ROWS, TOKENS, WORK = 0, 4, 8, 12
 DUE, HEAD_ROWS, HEAD_TOKENS, ARRIVALS, ARRIVED_AT, TARGET = 16, 17, 18, 19, 20, 21
+OLDEST, ADMITTED = 22, 23
 QUEUE_CELLS = 3 * LINE
+# API keys that may have a share of a queue.
 NUM_KEYS = 64
+HELD_CELLS = NUM_KEYS * NUM_LEVELS
 # Cells of a slot block.
 ENDS_AT, STARTED, NUM_ROWS, NUM_BATCHES = 0, 1, 2, 3
 # Cells of a shard block.
@@ -73,7 +77,7 @@ class PageLayout:
     @property
     def shard_cells(self) -> int:
         """Cells of one shard in the block of a model."""
-        return QUEUE_CELLS + self._limit_cells + NUM_KEYS
+        return QUEUE_CELLS + self._limit_cells + HELD_CELLS
 
     @property
     def model_cells(self) -> int:
@@ -211,16 +215,22 @@ class SharedPage:
             (TOKENS, queued.tokens),
             (WORK, load.work_s),
         ):
-            if len(values) > NUM_LEVELS:
-                values = (*values[: NUM_LEVELS - 1], sum(values[NUM_LEVELS - 1 :]))
-            for level, value in enumerate(values):
-                cells[at + start + level] = value
+            self._show_levels(at + start, values)
         cells[at + DUE] = queued.due
         cells[at + HEAD_ROWS] = queued.head_rows
         cells[at + HEAD_TOKENS] = queued.head_tokens
         cells[at + ARRIVALS] = queued.arrivals_per_s
         cells[at + ARRIVED_AT] = now
         cells[at + TARGET] = queued.target_size
+
+    def show_held(self, model: int, shard: int, key: int, counts: Sequence[int]) -> None:
+        self._show_levels(self.layout.held_at(model, shard) + key * NUM_LEVELS, counts)
+
+    def _show_levels(self, at: int, values: Sequence[float]) -> None:
+        if len(values) > NUM_LEVELS:
+            values = (*values[: NUM_LEVELS - 1], sum(values[NUM_LEVELS - 1 :]))
+        for level, value in enumerate(values):
+            self.cells[at + level] = value
 
     def read_queue(self, model: int, shard: int, now: float) -> Queued:
         """Return what a shard shows; its geometry is not known here."""
@@ -319,6 +329,7 @@ class PageElsewhere:
         self._own = page.cells[own : own + QUEUE_CELLS]
         self._slots = page.cells[layout.slot_at(model, 0) : layout.slot_at(model, num_slots)]
         self._stride = layout.shard_cells
+        self._held_at = layout.held_at(model, 0) - begin
 
     def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
         others = self._others
@@ -345,6 +356,27 @@ class PageElsewhere:
                 own[DUE] = due
             own[self._size_cells + level] = size
             own[REQUESTS + level] = num_requests
+
+    def show_oldest(self, came: float) -> None:
+        self._own[OLDEST] = came
+
+    def oldest(self, now: float) -> float | None:
+        found = [came for came in self._column(OLDEST) if came and 0 <= now - came <= MAX_WORK_S]
+        return min(found, default=None)
+
+    def show_held(self, key: int, counts: Sequence[int]) -> None:
+        self._page.show_held(self._model, self._shard, key, counts)
+
+    def num_held(self, key: int, level: int) -> int:
+        at = self._held_at + key * NUM_LEVELS
+        columns = [self._column(at + each) for each in range(min(level + 1, self._num_levels))]
+        return sum(int(bounded(count, MAX_COUNT)) for column in columns for count in column)
+
+    def show_admitted(self, count: int) -> None:
+        self._own[ADMITTED] = count
+
+    def num_admitted(self) -> int:
+        return sum(int(bounded(count, MAX_COUNT)) for count in self._column(ADMITTED))
 
     def has_idle(self, slots: range) -> bool:
         """Whether one of these slots, which are a worker's, seems to be idle."""

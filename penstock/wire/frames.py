@@ -162,6 +162,8 @@ class Dispatch(Frame, tag="run"):
     round: int = 0
     # What is left; None: nothing that could be given now.
     more: Want | None = None
+    # Number of a batch with arrays of this process (`serving.held_rows`); 0: it has none.
+    held: int = 0
 
 
 class Decline(Frame, tag="pass"):
@@ -294,9 +296,10 @@ class OpenShard(Frame, tag="open"):
     tls: TlsConfig | None = None
     # None: it does not answer gRPC.
     grpc: GrpcConfig | None = None
-    # Requests and tokens per second of the API keys that have a limit.
+    # Requests and tokens per second of the API keys that have a limit, and shares of queues.
     rates: dict[bytes, float] = {}
     token_rates: dict[bytes, float] = {}
+    shares: dict[bytes, float] = {}
 
 
 class SetKeys(Frame, tag="keys"):
@@ -305,6 +308,7 @@ class SetKeys(Frame, tag="keys"):
     keys: dict[bytes, tuple[str, ...]]
     rates: dict[bytes, float] = {}
     token_rates: dict[bytes, float] = {}
+    shares: dict[bytes, float] = {}
 
 
 class Listening(Frame, tag="lis"):

@@ -739,7 +739,8 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path, shard
         assert error is None
         assert result.as_numpy("y").tolist() == [[7]]
         assert served.finish(processes) == 0
-        assert told.empty(), "an idle stream ends without an error"
+        _, error = told.get(timeout=60)
+        assert (error.status(), error.message()) == (status, text), "an idle stream is told too"
 
 
 # Many calls, large ones, and clients that go.

@@ -11,6 +11,7 @@ import random
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 import grpc
 import pytest
 from load import Load
-from served import Served, null_model, num_sockets
+from served import Served, null_model, num_sockets, python_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from waiting import wait_until
 
@@ -84,6 +85,39 @@ def test_all_shards_answer_and_their_counts_are_those_of_the_clients(served: Ser
     assert sum(sizes.values()) == statistics["execution_count"]
     told = json.loads(served.get("/v2/models/m/explain")[1])
     assert {int(size): count for size, count in told["batch_sizes"].items()} == sizes
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_bodies_that_cannot_be_received_are_failures_of_their_model(
+    tmp_path: Path, num_shards: int
+):
+    """Too large as announced, too large as sent, and not in chunks; not those of strangers."""
+    null_model(tmp_path / "models", "m")
+    secret = "sixteen characters"
+    scopes = 'scopes = ["infer", "metrics"]\n'
+    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\nsecret = "{secret}"\n{scopes}')
+    flags = ("--shards", str(num_shards), "--api-keys", str(tmp_path / "keys.toml"))
+    head = "POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {}\r\n{}\r\n\r\n"
+    chunked = "Transfer-Encoding: chunked"
+    with Served(tmp_path / "models", *flags, "--max-body-bytes", "1000000") as served:
+        for key in (secret, "somebody else's"):
+            for fields, body, status in (
+                ("Content-Length: 1000001", b"", 413),
+                (chunked, b"F4241\r\n" + bytes(1_000_001), 413),
+                (chunked, b"what\r\n", 400),
+            ):
+                address = ("127.0.0.1", served.port)
+                with socket.create_connection(address, timeout=60) as client:
+                    client.sendall(head.format(key, fields).encode() + body)
+                    answer = client.recv(1 << 16)
+                assert key != secret or answer.startswith(b"HTTP/1.1 %d " % status)
+        headers = {"X-API-Key": secret}
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", served.port)) as client:
+            client.request("GET", "/metrics", headers=headers)
+            text = client.getresponse().read().decode()
+        found = dict(re.findall(r'^penstock_rejections{.*reason="(\w+)".*} (\d+)$', text, re.M))
+        assert (found["too_large"], found["invalid"]) == ("2", "1")
+        assert re.search(r'^nv_inference_request_failure{.*reason="OTHER".*} 3$', text, re.M)
 
 
 def test_no_request_is_lost_when_the_worker_dies_under_load(served: Served):
@@ -232,9 +266,11 @@ def num_queued(page: SharedPage) -> float:
 
 
 @contextlib.contextmanager
-def stopped_worker(served: Served, page: SharedPage) -> Iterator[None]:
+def stopped_worker(
+    served: Served, page: SharedPage, headers: dict[str, str] | None = None
+) -> Iterator[None]:
     """Stop the worker while it runs a batch, so that its slot stays busy."""
-    first = send(served.port, 1)
+    first = send(served.port, 1, headers)
     wait_until(lambda: not page.is_idle(0, 0))
     (worker,) = served.workers()
     os.kill(worker.pid, signal.SIGSTOP)
@@ -245,10 +281,12 @@ def stopped_worker(served: Served, page: SharedPage) -> Iterator[None]:
     assert receive(first) == (200, 1)
 
 
-def send(port: int, value: int) -> http.client.HTTPConnection:
+def send(
+    port: int, value: int, headers: dict[str, str] | None = None
+) -> http.client.HTTPConnection:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     tensor = {"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [value]}
-    client.request("POST", "/v2/models/m/infer", json.dumps({"inputs": [tensor]}))
+    client.request("POST", "/v2/models/m/infer", json.dumps({"inputs": [tensor]}), headers or {})
     return client
 
 
@@ -293,6 +331,36 @@ def test_the_size_of_the_queue_is_limited_for_all_shards_together(tmp_path: Path
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
+def test_a_key_fills_its_share_of_the_queues_of_all_shards(tmp_path: Path, num_shards: int):
+    null_model(tmp_path / "models", "m", batching=PATIENT, config=LONG, a_ms=300)
+    key = '[[key]]\nname = "{0}"\nsecret = "sixteen characters {0}"\nscopes = ["infer"]\n'
+    text = key.format("a") + "queue_share = 0.001\n" + key.format("b")
+    (tmp_path / "keys.toml").write_text(text)
+    first, second = ({"X-API-Key": f"sixteen characters {name}"} for name in "ab")
+    flags = ("--shards", str(num_shards), "--api-keys", str(tmp_path / "keys.toml"))
+    with Served(tmp_path / "models", *flags) as served:
+        wait_until(lambda: len(served.shards()) == num_shards)
+        page = open_page(served)
+        with stopped_worker(served, page, second):
+            admitted, refused = [], []
+            for value in range(2, 34):
+                client = send(served.port, value, first)
+                num_before = len(admitted)
+                wait_until(lambda c=client, n=num_before: is_answered(c) or num_queued(page) > n)
+                (refused if is_answered(client) else admitted).append((value, client))
+            # A thousandth of 8192.
+            assert len(admitted) == 8
+            for _, client in refused:
+                status, error = receive(client)
+                assert status == 429 and "its share is 8 of 8192" in error
+            other = send(served.port, 99, second)
+        assert receive(other) == (200, 99)
+        for value, client in admitted:
+            assert receive(client) == (200, value)
+        assert infer(served.port, 3, headers=first) == (200, 3)
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
 def test_an_slo_is_kept_for_all_shards_together(tmp_path: Path, num_shards: int):
     """The requests that fit the SLO are at most as many as one executor can answer by then: each
     shard alone would admit about that many."""
@@ -310,6 +378,36 @@ def test_an_slo_is_kept_for_all_shards_together(tmp_path: Path, num_shards: int)
             assert num_late >= 160 - 40 - 2 * num_shards
         for client in clients:
             client.close()
+
+
+FIRST_HELD = """
+import pathlib, time
+here = pathlib.Path(__file__).parent
+def infer(inputs):
+    value = int(inputs["x"][0, 0])
+    (here / f"begun-{value}").touch()
+    while value == 0 and (here / "hold").exists():
+        time.sleep(0.005)
+    return {"y": inputs["x"]}
+"""
+
+
+def test_answers_leave_in_the_order_of_the_requests_of_all_shards(tmp_path: Path):
+    batching = "dynamic_batching { preserve_ordering: true } instance_group { count: 2 }"
+    python_model(tmp_path, "m", FIRST_HELD, config=batching + LONG, max_batch=1)
+    folder = tmp_path / "m" / "1"
+    with Served(tmp_path, "--shards", "2") as served:
+        wait_until(lambda: len(served.shards()) == 2)
+        (folder / "hold").touch()
+        first = send(served.port, 0)
+        wait_until((folder / "begun-0").exists)
+        later = []
+        for value in range(1, 9):
+            later.append(send(served.port, value))
+            wait_until((folder / f"begun-{value}").exists)
+        assert not any(is_answered(client) for client in (first, *later))
+        (folder / "hold").unlink()
+        assert [receive(client) for client in (first, *later)] == [(200, n) for n in range(9)]
 
 
 def test_random_bits_on_the_page_change_no_answer(served: Served):
@@ -340,15 +438,16 @@ def test_random_bits_on_the_page_change_no_answer(served: Served):
     assert set(after.statuses) == {200} and after.num_wrong == after.num_cut == 0
 
 
-def test_what_shards_cannot_do_yet_is_refused(tmp_path: Path):
+def test_what_shards_cannot_do_is_refused(tmp_path: Path):
     null_model(tmp_path / "models", "m")
-    secret = 'secret = "sixteen characters"\nscopes = ["infer"]\nqueue_share = 0.5\n'
-    (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\n{secret}')
+    key = '[[key]]\nname = "{0}"\nsecret = "sixteen characters {0}"\nscopes = ["infer"]\n'
+    keys = [key.format(number) + "queue_share = 0.5\n" for number in range(65)]
+    (tmp_path / "keys.toml").write_text("".join(keys))
     command = [sys.executable, "-m", "penstock", "serve", "models", "--shards", "2"]
     command += ["--api-keys", "keys.toml"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and "Traceback" not in ended.stderr
-    assert "queue_share does not work with --shards 2 yet" in ended.stderr
+    assert "65 keys have a queue_share below 1; with --shards, 64 are" in ended.stderr
 
 
 # Over gRPC. `test_grpc.py` runs with shards as well.

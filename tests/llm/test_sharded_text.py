@@ -16,7 +16,8 @@ from text_server import NAME, write_model
 from penstock.config import LLM
 from penstock.errors import BackendFailed, ConfigError, NotReady, Overloaded, QuotaExceeded
 from penstock.llm import language_model
-from penstock.llm.language_model import LanguageModel, TextShard
+from penstock.llm.language_model import LanguageModel
+from penstock.llm.open_generations import TextShard
 from penstock.llm.sharded_text import ShardedText
 from penstock.repository import layout
 from penstock.sampling_params import SamplingParams

@@ -299,6 +299,8 @@ class NoDoor:
 
     def infer(self) -> None: ...
 
+    def refused(self) -> None: ...
+
 
 @pytest.mark.parametrize(
     ("method", "path", "headers", "passes"),

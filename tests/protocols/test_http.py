@@ -7,6 +7,8 @@ import gc
 import inspect
 import json
 import logging
+import os
+import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -1185,6 +1187,87 @@ async def test_close_ends_every_connection_even_of_clients_that_do_not_read(
         assert left.is_set()
         await until(lambda: served.http.num_connections == 0)
         stuck.reset()
+
+
+def refuse(exchange: Exchange) -> None:
+    exchange.reply(503, b"", (exchange.body,))
+
+
+def connect_now(port: int, data: bytes = b"") -> socket.socket:
+    """Connect and send while the event loop of the server stands still."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client.sendall(data)
+    return client
+
+
+async def read_all(client: socket.socket) -> bytes:
+    """Everything until the server ends the connection; a reset is an error."""
+    client.setblocking(False)
+    parts = []
+    with client:
+        while part := await asyncio.get_running_loop().sock_recv(client, 1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def is_refused_at_last(answer: bytes) -> bool:
+    return answer.startswith(b"HTTP/1.1 503 ") and b"Connection: close\r\n" in answer
+
+
+async def test_settle_answers_everything_that_clients_have_sent(serve: Any) -> None:
+    async with serve(refuse) as served, served.connect() as kept, served.connect() as idle:
+        for client in (kept, idle):
+            await client.send(get())
+            assert (await client.answer()).status == 503
+        served.http.lifecycle.drain()
+        # None of these has been accepted, and nothing was read that is sent now.
+        clients = [connect_now(served.port, post(b"x" * 50_000)) for _ in range(20)]
+        os.write(kept.writer.transport.get_extra_info("socket").fileno(), get())
+        await served.http.settle()
+        assert served.http.num_running == 0
+        answers = [asyncio.create_task(read_all(client)) for client in clients]
+        assert (await kept.answer()).headers["connection"] == "close"
+        await served.http.close()
+        for answer in await asyncio.gather(*answers):
+            assert is_refused_at_last(answer) and answer.endswith(b"x" * 50_000)
+        assert await idle.rest() == b""
+        with pytest.raises(ConnectionError):
+            await served.ask(get())
+
+
+async def test_settle_waits_for_the_rest_of_a_message_and_for_the_first_one(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "SETTLE_S", 60.0)
+    async with serve(refuse) as served:
+        served.http.lifecycle.drain()
+        whole = post(b"x" * 1000)
+        begun, new = connect_now(served.port, whole[:500]), connect_now(served.port)
+        settling = asyncio.create_task(served.http.settle())
+        while served.http.num_connections < 2:
+            await asyncio.sleep(0.001)
+        assert not settling.done()
+        begun.sendall(whole[500:])
+        new.sendall(whole)
+        await settling
+        for client in (begun, new):
+            assert is_refused_at_last(await read_all(client))
+
+
+async def test_an_incomplete_message_is_refused_in_the_end(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "SETTLE_S", 0.05)
+    async with serve(refuse) as served:
+        served.http.lifecycle.drain()
+        begun = connect_now(served.port, post(b"x" * 100_000)[:50_000])
+        new = connect_now(served.port)
+        await served.http.settle()
+        closing = asyncio.create_task(served.http.close())
+        answer = await read_all(begun)
+        assert is_refused_at_last(answer) and b"shutting down" in answer
+        assert await read_all(new) == b""
+        await closing
 
 
 async def test_nobody_can_connect_after_close(serve: Any) -> None:

@@ -268,6 +268,8 @@ class Recording:
         self.seen.append(match)
         exchange.reply(200, b"", ())
 
+    def refused(self, call: object, received: float, error: Exception) -> None: ...
+
     async def close(self) -> None: ...
 
 

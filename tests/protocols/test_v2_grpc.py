@@ -173,7 +173,7 @@ async def serving(
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             yield Client(channel, service)
     finally:
-        service.stop()
+        await service.stop()
         await service.close()
         await server.close()
 
@@ -652,13 +652,32 @@ async def test_a_server_that_stops_lets_streams_finish(until: Callable[..., Any]
         stream = client.v2.ModelStreamInfer()
         await stream.write(message("wait"))
         await until(lambda: core.waiting)
-        client.service.stop()
+        await client.service.stop()
         await stream.write(message(id="too late"))
         assert (await client.v2.ServerLive(service_pb2.ServerLiveRequest())).live
         (request,) = core.waiting
         request.respond(Response("wait", "1", request.inputs))
         assert (await stream.read()).infer_response.model_name == "wait"
+        code, text = await client.refusal(stream.read())
+        assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+
+
+async def test_a_stream_whose_client_has_sent_all_ends_without_an_error(
+    until: Callable[..., Any],
+):
+    core = Core()
+    async with serving(core) as client:
+        stream = client.v2.ModelStreamInfer()
+        await stream.write(message("wait"))
+        await stream.done_writing()
+        await until(lambda: core.waiting)
+        assert (await client.v2.ServerLive(service_pb2.ServerLiveRequest())).live
+        await client.service.stop()
+        (request,) = core.waiting
+        request.respond(Response("wait", "1", request.inputs))
+        assert (await stream.read()).infer_response.model_name == "wait"
         assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() == grpc.StatusCode.OK
 
 
 # Health
@@ -718,15 +737,45 @@ async def test_health_of_an_unknown_service_is_not_found():
         watch.cancel()
 
 
-async def test_a_watch_tells_of_changes_and_ends_with_the_server():
+async def test_a_watch_tells_of_changes():
     core = Core()
     async with serving(core) as client:
         watch = client.health.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         core.is_ready = False
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        client.service.stop()
-        assert await watch.read() is grpc.aio.EOF
+        watch.cancel()
+
+
+@pytest.mark.parametrize("service", ["", "m", "other"])
+@pytest.mark.parametrize("drains_first", [True, False])
+async def test_a_watch_of_a_server_that_stops_hears_so_before_it_ends(
+    service: str, drains_first: bool
+):
+    core = Core()
+    core.errors["other"] = NotFound("unknown")
+    async with serving(core) as client:
+        watch = client.health.Watch(health_pb2.HealthCheckRequest(service=service))
+        is_known = service != "other"
+        assert (await watch.read()).status == (
+            health_pb2.HealthCheckResponse.SERVING
+            if is_known
+            else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        )
+        if drains_first:
+            client.service.drain()
+        else:
+            await client.service.stop()
+        if is_known:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            if drains_first:
+                request = health_pb2.HealthCheckRequest(service=service)
+                assert (await client.health.Check(request)).status == 2
+                again = client.health.Watch(request)
+                assert (await again.read()).status == 2
+        await client.service.stop()
+        code, text = await client.refusal(watch.read())
+        assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
 
 
 class Tokens:

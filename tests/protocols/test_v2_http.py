@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import gzip
 import http.client
 import json
@@ -172,7 +173,8 @@ async def run_until(
 @contextlib.asynccontextmanager
 async def own_server(v2: V2Http) -> AsyncIterator[SimpleNamespace]:
     """The core's own listener."""
-    server = HttpServer(v2.handle, HttpLimits(), prepare=v2.prepare)
+    handlers = {"prepare": v2.prepare, "rejected": v2.rejected}
+    server = HttpServer(v2.handle, HttpLimits(), **handlers)
     yield SimpleNamespace(port=await server.start("127.0.0.1", 0))
     await server.close()
 
@@ -231,6 +233,35 @@ def outputs_of(reply: Reply) -> dict[str, bytes]:
         position += size
     assert position == len(reply.body)
     return outputs
+
+
+async def test_answered_requests_are_freed_without_the_garbage_collector() -> None:
+    """Otherwise it would have five objects of each to free, which costs 4 % of the CPU time."""
+
+    def num_requests() -> int:
+        return sum(type(each) is Request for each in gc.get_objects())
+
+    catalog = Catalog(start_life=ThreadLife)
+    await catalog.load(RepositoryScan(MODELS[:1]))
+    v2, _ = v2_of(catalog)
+    wrong = {"inputs": [tensor("x", "INT32", [1, 1], [1])]}
+    statuses: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_requests()
+        async with own_server(v2) as listening:
+            api = Api(listening.port)
+            for message in [ECHO, wrong] * 10:
+                reply = await asyncio.to_thread(api.infer, "echo", message)
+                statuses.append(reply.status)
+            num_kept = num_requests() - before
+    finally:
+        gc.enable()
+        await v2.close()
+        await catalog.close()
+    # The last ones may still be somewhere.
+    assert statuses == [200, 400] * 10 and num_kept <= 2
 
 
 # Inference.
@@ -856,6 +887,32 @@ def test_metrics_count_requests_rows_batches_and_failures(api: Api) -> None:
     assert grown("penstock_rejections", "invalid") == 2
     assert grown("nv_inference_request_failure", "BACKEND") == 0
     assert after["nv_inference_pending_request_count", "pair", "1"] == 0
+
+
+HEADER_BYTES = "Inference-Header-Content-Length"
+LIMITS = HttpLimits()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "reason", "size"),
+    [
+        ({"Content-Encoding": "br"}, 415, "unsupported", 9),
+        ({"Content-Encoding": "gzip"}, 400, "invalid", 9),
+        ({HEADER_BYTES: "abc"}, 400, "invalid", 9),
+        ({HEADER_BYTES: "10"}, 400, "invalid", 9),
+        ({}, 413, "too_large", LIMITS.max_json_bytes + 1),
+    ],
+)
+def test_requests_that_are_refused_before_they_are_decoded_are_failures_of_their_model(
+    api: Api, headers: dict[str, str], status: int, reason: str, size: int
+) -> None:
+    before = samples(api)
+    for path in ("/v2/models/pair/infer", "/v2/models/stranger/infer"):
+        assert api.ask("POST", path, b"x" * size, headers).status == status
+    after = samples(api)
+    for key in ("nv_inference_request_failure", "OTHER"), ("penstock_rejections", reason):
+        key = (key[0], "pair", "1", key[1])
+        assert after[key] - before[key] == 1
 
 
 def test_metrics_have_tritons_names(api: Api) -> None:

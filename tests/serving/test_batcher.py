@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.serving.answer_order import AnswerSequencer
 from penstock.serving.batcher import LOOKS, Batcher
 from penstock.serving.plan import UNPLANNED, Ticket
 from penstock.types import Request
@@ -526,17 +525,6 @@ def test_law_with_a_budget_nobody_of_a_level_is_overtaken(max_tokens, max_rows, 
         left += batch
     for level in (0, 1):
         assert [r for r in left if r.priority == level] == [r for r in came if r.priority == level]
-
-
-def test_answers_leave_in_the_order_of_arrival():
-    order = AnswerSequencer()
-    turns = [order.enter() for _ in range(4)]
-    assert order.finish(turns[2], "c") == []
-    assert order.finish(turns[0], "a") == ["a"]
-    assert order.finish(turns[0], "again") == []
-    assert order.finish(turns[2], "again") == []
-    assert order.finish(turns[1], "b") == ["b", "c"]
-    assert order.finish(turns[3], "d") == ["d"]
 
 
 class TestWhyABatchClosed:

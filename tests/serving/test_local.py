@@ -12,6 +12,8 @@ import numpy as np
 import onnxruntime
 import pytest
 from doubles import FakeGpus, RecordingSink
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 from penstock.errors import (
@@ -58,6 +60,14 @@ def model_folder(root: Path, text: str | None, *versions: str) -> str:
 @pytest.fixture(scope="module")
 def digits(examples: Path) -> Iterator[LocalModel]:
     with LocalModel(str(examples / "digits")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalModel]:
+    """Answers with what it is given, in batches."""
+    path = model_folder(tmp_path_factory.mktemp("echo"), NULL + "dynamic_batching { }")
+    with LocalModel(path) as model:
         yield model
 
 
@@ -505,3 +515,161 @@ def test_a_model_of_the_gpus_is_placed_on_those_there_are(
     monkeypatch.setattr(devices, "read_gpus", FakeGpus())
     with pytest.raises(ConfigError, match="no NVIDIA GPU is seen here"):
         LocalModel(path)
+
+
+# Submitting
+
+
+ECHO = NULL + "dynamic_batching { }"
+
+
+@pytest.mark.parametrize("form", ["array", "dict", "strided", "float64", "list"])
+@pytest.mark.parametrize("size", [2, 5000])
+def test_the_caller_may_change_small_arrays_and_copies(
+    tmp_path: Path, form: str, size: int
+) -> None:
+    text = (ECHO + parameter("null.a_ms", "20")).replace("[ 2 ]", f"[ {size} ]")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        futures = []
+        array = np.empty((2, size), np.float64 if form == "float64" else np.float32)
+        if form == "strided":
+            array = np.empty((size, 2), array.dtype).T
+        for number in range(8):
+            array[:] = number
+            inputs: object = array
+            if form == "dict":
+                inputs = {"x": array}
+            elif form == "list":
+                inputs = array.tolist()
+            futures.append(model.submit(inputs, copy=size > 2))
+            array[:] = -1
+        for number, future in enumerate(futures):
+            assert future.result(timeout=60)["y"].tolist() == [[number] * size] * 2
+
+
+def test_a_transposed_array_is_read_in_its_order(tmp_path: Path) -> None:
+    array = np.arange(4, dtype=np.float32).reshape(2, 2)
+    with LocalModel(model_folder(tmp_path, ECHO)) as model:
+        for _ in range(2):
+            assert model.infer(array.T)["y"].tolist() == array.T.tolist()
+            assert model.infer({"x": array[:, ::-1]})["y"].tolist() == array[:, ::-1].tolist()
+
+
+def test_wrong_shapes_are_refused_each_time(digits: LocalModel) -> None:
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="image"):
+            digits.infer(np.zeros((1, 1, 8, 9), np.float32))
+
+
+def test_submit_may_be_called_while_it_closes(tmp_path: Path) -> None:
+    """Each request is answered or refused; none is lost."""
+    model = LocalModel(model_folder(tmp_path, ECHO))
+    row, futures, ended = np.ones((1, 2), np.float32), [], []
+
+    def send() -> None:
+        try:
+            while True:
+                futures.append(model.submit(row))
+        except NotReady as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=send) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    model.close()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert len(ended) == 3
+    for future in futures:
+        error = future.exception(timeout=60)
+        assert error is None or isinstance(error, PenstockError)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=60),
+    num_threads=st.integers(1, 4),
+    cancelled=st.sets(st.integers(0, 59)),
+)
+def test_each_submit_gets_its_own_answer(
+    echo: LocalModel, sizes: list[int], num_threads: int, cancelled: set[int]
+) -> None:
+    def send(index: int) -> tuple[np.ndarray, Future]:
+        first = np.float32(1000 * index)
+        array = first + np.arange(2 * sizes[index], dtype=np.float32).reshape(-1, 2)
+        future = echo.submit({"x": array} if index % 2 else array)
+        kept = array.copy()
+        array[:] = -1
+        if index in cancelled:
+            future.cancel()
+        return kept, future
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        sent = list(threads.map(send, range(len(sizes))))
+    for kept, future in sent:
+        if not future.cancelled():
+            np.testing.assert_array_equal(future.result(timeout=60)["y"], kept)
+
+
+# Answers
+
+
+# A batch starts when it is full, with 4 rows.
+DELAYED = ECHO.replace("batching { }", "batching { max_queue_delay_microseconds: 60000000 }")
+
+
+@pytest.mark.parametrize("size", [2, 5000])
+def test_answers_of_one_batch_share_nothing_that_is_written(tmp_path: Path, size: int) -> None:
+    text = DELAYED.replace("[ 2 ]", f"[ {size} ]")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        given = np.arange(4 * size, dtype=np.float32).reshape(4, size)
+        futures = [model.submit(given[index : index + 1]) for index in range(4)]
+        answers = [future.result(timeout=60)["y"] for future in futures]
+        assert model.statistics()["execution_count"] == 1
+        kept = given.copy()
+        for index, answer in enumerate(answers):
+            assert not np.shares_memory(answer, given)
+            np.testing.assert_array_equal(answer, kept[index : index + 1])
+            answer[:] = -1
+        if size > 2:
+            # Who keeps one answer does not keep the others.
+            assert all(answer.base is None for answer in answers)
+
+
+def test_sinks_of_both_kinds_may_share_a_batch(tmp_path: Path) -> None:
+    sink = RecordingSink()
+    with LocalModel(model_folder(tmp_path, DELAYED)) as model:
+        futures = [model.submit(np.full((1, 2), number, np.float32)) for number in (1, 2)]
+        tensor = from_array("x", "FP32", np.full((2, 2), 3, np.float32))
+        model.send(Request(sink, [tensor], time.monotonic()))
+        answers = [future.result(timeout=60)["y"].tolist() for future in futures]
+        assert answers == [[[1, 1]], [[2, 2]]]
+        assert model.statistics()["execution_count"] == 1
+    assert sink.num_final == 1 and sink.outputs[0]["y"].tolist() == [[3, 3], [3, 3]]
+
+
+def test_outputs_of_any_size_belong_to_the_caller(tmp_path: Path) -> None:
+    text = ECHO.replace("[ 2 ]", "[ -1 ]")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        arrays = [np.full((1, size), size, np.float32) for size in (1, 3, 3, 9000)]
+        futures = [model.submit(array) for array in arrays]
+        for array, future in zip(arrays, futures, strict=True):
+            answer = future.result(timeout=60)["y"]
+            np.testing.assert_array_equal(answer, array)
+            assert not np.shares_memory(answer, array)
+            answer[:] = -1
+
+
+def test_answers_may_wait_for_their_turn(tmp_path: Path) -> None:
+    text = ECHO.replace("batching { }", "batching { preserve_ordering: true }")
+    text += "instance_group { count: 2 }" + parameter("null.a_ms", "2")
+    with LocalModel(model_folder(tmp_path, text)) as model:
+        done: list[int] = []
+        futures = []
+        for number in range(40):
+            future = model.submit(np.full((1, 2), number, np.float32))
+            future.add_done_callback(lambda _, number=number: done.append(number))
+            futures.append(future)
+        answers = [future.result(timeout=60)["y"][0, 0] for future in futures]
+        assert answers == list(range(40)) and sorted(done) == list(range(40))

@@ -1,10 +1,13 @@
 """How much each API key may send, on a clock of its own."""
 
+import math
+
 import pytest
 from doubles import FakeClock
 
 from penstock.errors import Overloaded, QuotaExceeded
 from penstock.serving.quotas import FULL_GROWTH_S, QueueShares, QueueSize, Quota, Quotas
+from penstock.serving.shared_page import HELD_CELLS, PageElsewhere, PageLayout, SharedPage
 
 A, B = b"team-a", b"team-b"
 
@@ -54,8 +57,8 @@ def test_a_refusal_says_when_to_come_back_and_then_it_passes(rate: float, wait_s
 
 def test_a_key_fills_only_its_share_of_a_queue():
     quotas = Quotas({A: Quota(queue_share=0.25), B: Quota(requests_per_s=1)})
-    assert quotas.has_share(A) and not quotas.has_share(B) and not quotas.has_share(b"")
-    assert not Quotas({A: Quota(queue_share=1)}).has_share(A), "the whole queue is no limit"
+    assert quotas.numbers == {A: 0}
+    assert not Quotas({A: Quota(queue_share=1)}).numbers, "the whole queue is no limit"
     quotas.check_share(A, 24, 100)
     with pytest.raises(QuotaExceeded, match="its share is 25 of 100"):
         quotas.check_share(A, 25, 100)
@@ -160,3 +163,90 @@ def test_lower_levels_do_not_count_and_have_a_size_of_their_own():
     shares.refused(2, 0.0)
     with pytest.raises(QuotaExceeded, match="its share is 1 of 2"):
         shares.check(A, 0.0, 0)
+
+
+class SharesOfShards:
+    """The shares of one model in several shards, with the same quotas."""
+
+    def __init__(self, quotas: dict[bytes, Quota], num_levels: int = 1) -> None:
+        page = SharedPage.in_memory(PageLayout(3, 1, 1))
+        self.quotas = [Quotas(quotas) for _ in range(3)]
+        self.shards = [
+            QueueShares(each, 8, num_levels, PageElsewhere(page, 0, shard, 1, num_levels))
+            for shard, each in enumerate(self.quotas)
+        ]
+        self.page = page
+
+    def num_refused(self, caller: bytes, level: int = 0) -> int:
+        """In how many shards the share is full."""
+        refused = 0
+        for shard in self.shards:
+            try:
+                shard.check(caller, 0.0, level)
+            except QuotaExceeded:
+                refused += 1
+        return refused
+
+
+def test_a_share_counts_what_all_shards_hold():
+    shares = SharesOfShards({A: Quota(queue_share=0.5), B: Quota(queue_share=0.25)})
+    held = [(shard, object()) for shard in shares.shards for _ in range(2)]
+    for shard, request in held[:3]:
+        shard.enter(request, A)
+    assert shares.num_refused(A) == 0
+    shares.shards[2].enter(held[-1][1], A)
+    assert shares.num_refused(A) == 3 and shares.num_refused(B) == 0
+    shares.shards[0].leave(held[0][1])
+    assert shares.num_refused(A) == 0
+    shares.shards[1].enter(object(), A)
+    assert shares.num_refused(A) == 3
+    shares.page.clear_shard(1)
+    assert shares.num_refused(A) == 1, "only the shard that was cleared counts its own"
+
+
+@pytest.mark.parametrize("num_levels", [2, 6])
+def test_lower_levels_of_other_shards_do_not_count(num_levels: int):
+    shares = SharesOfShards({A: Quota(queue_share=0.5)}, num_levels)
+    for number in range(4):
+        shares.shards[number % 2].enter(object(), A, level=1)
+    assert (shares.num_refused(A, 0), shares.num_refused(A, 1)) == (0, 3)
+    assert shares.num_refused(A, num_levels - 1) == 3
+
+
+def test_the_size_of_a_queue_is_that_of_all_shards():
+    shares = SharesOfShards({A: Quota(queue_share=0.5)})
+    for number in range(4):
+        shares.shards[1].enter(object(), B if number else A)
+    shares.shards[0].refused(2, 0.0)
+    with pytest.raises(QuotaExceeded, match="its share is 3 of 6"):
+        for _ in range(9):
+            shares.shards[0].check(A, 0.0)
+            shares.shards[0].enter(object(), A)
+
+
+def test_new_keys_get_numbers_of_their_own_within_a_tick():
+    shares = SharesOfShards({B: Quota(queue_share=0.5)})
+    for _ in range(4):
+        shares.shards[0].enter(object(), B)
+    assert shares.num_refused(B) == 3
+    for quotas in shares.quotas:
+        quotas.replace({A: Quota(queue_share=0.5), B: Quota(queue_share=0.5)})
+    for shard in shares.shards:
+        shard.show()
+    assert (shares.num_refused(A), shares.num_refused(B)) == (0, 3)
+    for quotas in shares.quotas:
+        quotas.replace({})
+    for shard in shares.shards:
+        shard.show()
+    held = shares.page.layout.held_at(0, 0)
+    assert not any(shares.page.cells[held : held + HELD_CELLS])
+
+
+def test_wrong_numbers_of_other_shards_only_change_what_is_refused():
+    shares = SharesOfShards({A: Quota(queue_share=0.5)})
+    at = shares.page.layout.held_at(0, 1)
+    for wrong in (math.nan, math.inf, -5.0, 1e300):
+        shares.page.cells[at] = wrong
+        assert shares.num_refused(A) == 0
+    shares.shards[1].show()
+    assert shares.page.cells[at] == 0.0

@@ -201,14 +201,55 @@ def test_shards_know_why_a_model_could_not_be_loaded():
     run(scenario)
 
 
-def test_a_model_whose_answers_need_an_order_is_refused():
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_load_time_is_that_until_all_workers_are_warm(num_shards: int):
+    """With the time that processes take to start, whoever takes the requests."""
+
+    async def main() -> None:
+        puppets = Puppets()
+        shards = Shards(num_shards) if num_shards > 1 else None
+        catalog = Catalog(puppets, shards=shards)
+        loading = asyncio.ensure_future(catalog.load(RepositoryScan([ECHO], {})))
+        await asyncio.sleep(0.05)
+        assert not loading.done(), "no worker has done anything"
+        while not loading.done():
+            await puppets.step_all()
+        assert catalog.find("echo").metrics.load_s >= 0.05
+        closing = asyncio.ensure_future(catalog.close())
+        while not closing.done():
+            await puppets.step_all()
+        if shards is not None:
+            shards.close()
+
+    asyncio.run(main())
+
+
+def test_answers_leave_in_the_order_of_all_shards():
+    """Two workers: what the second has computed waits for what the first has not."""
+    policy = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
+    config = replace(ECHO, max_batch_size=1, batching=policy, num_instances=2)
+
     async def scenario(server):
-        policy = replace(ECHO.batching, preserve_ordering=True)
-        await server.load(replace(ECHO, batching=policy))
-        (failure,) = server.catalog.failures
-        assert failure.problems == (
-            "preserve_ordering does not work with --shards yet; use --shards 1",
-        )
+        await server.load(config)
+        _, fast = server.puppets.alive
+        page = server.shards.blocks.page
+        for ends in (False, True):
+            first = server.send(0, 1)
+            await settle()
+            page.show_batch(0, 0, time.monotonic(), time.monotonic() + 60, 1)
+            later = [server.send(shard, 2 + shard) for shard in (0, 1)]
+            for _ in range(20):
+                while fast.has_work:
+                    fast.step()
+                await asyncio.sleep(0.002)
+            assert not any(request.is_done for request in (first, *later))
+            shown = server.sessions[1].shard.table.find("echo")
+            assert shown.num_waiting == shown.num_running == 0, "its answer is there"
+            if ends:
+                await server.run(server.sessions[0].end())
+                assert await server.answers(later[1]) == [3]
+            else:
+                assert await server.answers(first, *later) == [1, 2, 3]
 
     run(scenario)
 

@@ -17,6 +17,7 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.serving.elsewhere import ShardLoad
 from penstock.serving.shared_page import (
+    HELD_CELLS,
     LINE,
     MAX_COUNT,
     MAX_WORK_S,
@@ -48,7 +49,7 @@ class TestLayout:
         ]
         assert len(begins) == len(set(begins))
         assert all(begin % LINE == 0 for begin in begins)
-        assert layout.held_at(0, 0) + 64 == layout.queue_at(0, 1)
+        assert layout.held_at(0, 0) + HELD_CELLS == layout.queue_at(0, 1)
 
     def test_another_process_opens_it_by_its_descriptor(self) -> None:
         page, fd = SharedPage.create(LAYOUT)

@@ -1,0 +1,81 @@
+"""The future of one request in process, which costs little while nobody waits for it. Pure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from penstock.errors import PenstockError
+from penstock.types import Array, Request, Response
+
+PENDING, RUNNING, FINISHED = "PENDING", "RUNNING", "FINISHED"
+# Guards the making of conditions. Nothing is allocated under it, so no finalizer runs there.
+_MAKING = threading.RLock()
+
+Answer = dict[str, Array]
+
+
+class AnswerFuture(Future[Answer]):
+    """A `concurrent.futures.Future` and the sink of its request. Cancelling it cancels the request.
+
+    Its condition is made when somebody first waits, cancels or adds a callback. Invariant: while
+    there is none, nobody holds it, so an answer only has to exclude that one is made.
+    """
+
+    # What `Future.__init__` sets is made together with the condition.
+    _state = PENDING
+    _result: Answer | None = None
+    _exception: BaseException | None = None
+    _made: threading.Condition | None = None
+
+    def __init__(self, cancel: Callable[[Request], None]) -> None:
+        self._cancel = cancel
+        # Set by who submits, before anybody else sees the future; dropped with the answer, since
+        # the request refers to the future.
+        self.request: Request | None = None
+
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
+        if self._made is None:
+            made, waiters, callbacks = threading.Condition(), [], []  # type: ignore[var-annotated]
+            with _MAKING:
+                if self._made is None:
+                    self._waiters, self._done_callbacks = waiters, callbacks
+                    self._made = made
+        return self._made
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        """Take the answer, whose arrays become the caller's; called on the model's thread."""
+        self.request = None
+        if isinstance(answer, PenstockError):
+            if self.set_running_or_notify_cancel():
+                self.set_exception(answer)
+            return
+        outputs = answer.arrays
+        assert outputs is not None, "the request takes arrays"
+        with _MAKING:
+            if self._made is None:
+                self._result = outputs
+                self._state = FINISHED
+                return
+        if self.set_running_or_notify_cancel():
+            self.set_result(outputs)
+
+    def result(self, timeout: float | None = None) -> Answer:
+        # An answer is final; only errors and open requests need the condition.
+        if self._state == FINISHED and self._result is not None:
+            return self._result
+        return super().result(timeout)
+
+    def done(self) -> bool:
+        return self._state not in (PENDING, RUNNING)
+
+    def cancel(self) -> bool:
+        request = self.request
+        if not super().cancel():
+            return False
+        # Without one, the answer comes at this moment, and is dropped.
+        if request is not None:
+            self._cancel(request)
+        return True
