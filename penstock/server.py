@@ -1,6 +1,5 @@
 """The core process, from start to graceful shutdown: one event loop with the catalog and the
-servers of HTTP and gRPC. If `fronts` is set, front processes serve HTTP instead of the core; with
-several shards, these serve both."""
+servers of HTTP and gRPC. With several shards, their processes serve both instead of the core."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
+from penstock.llm.sharded_text import ShardedText
 from penstock.processes.child import limited
 from penstock.protocols import access_log
 from penstock.protocols.acceptors import Acceptors
-from penstock.protocols.fronts import CoreApi, Front, http_spec, shard_spec
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, Keys
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.grpc_server import GrpcServer
@@ -39,6 +38,7 @@ from penstock.protocols.key_file import KeyFile
 from penstock.protocols.line import cannot_listen, reserve, why_not_listen
 from penstock.protocols.listener import BACKLOG, Listener
 from penstock.protocols.openai_http import OpenAiHttp
+from penstock.protocols.shard_processes import CoreApi, ShardProcess, shard_spec
 from penstock.protocols.tls import H2, TlsFiles, watch
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import Models, V2Http
@@ -50,7 +50,7 @@ from penstock.serving.fleet import Fleet
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.quotas import Quotas
-from penstock.serving.scrape import FrontUse
+from penstock.serving.scrape import ShardUse
 from penstock.serving.served import Served
 from penstock.serving.shard_count import ShardChoice, choose
 from penstock.serving.shards import Shards
@@ -58,6 +58,7 @@ from penstock.serving.shared_page import NUM_KEYS
 from penstock.system import garbage
 from penstock.system.cores import usable_cores
 from penstock.system.exit_codes import ExitCode
+from penstock.wire.frames import VERSION, OpenShard
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -79,36 +80,18 @@ class LoadProgress:
     elapsed_s: float
 
 
-# Fronts do not help language models: the core makes all text either way, fronts only forward it.
-FRONTS_WITH_TEXT = (
-    "--fronts does not work with language models: they were slower with it (21,172 tokens/s with "
-    "4 fronts, 28,940 without); serve '{name}' from a server without --fronts"
-)
-
-
-SHARDS_WITH_TEXT = (
-    "--shards does not work with language models yet; serve '{name}' from a server with --shards 1"
-)
 SHARDS_WITH_QUOTAS = (
     "--api-keys {path}: {number} keys have a queue_share below 1; "
     "with --shards, {limit} are possible"
 )
 
 
-def text_problem(options: ServeOptions) -> str:
-    """Return why language models cannot be served with these options; empty if they can."""
-    if options.fronts:
-        return FRONTS_WITH_TEXT
-    return SHARDS_WITH_TEXT if (options.shards or 1) > 1 else ""
-
-
-def make_text_model(
-    config: ModelConfig, quotas: Quotas, options: ServeOptions | None = None
-) -> Served:
-    """Create a language model. ConfigError if the options do not allow it."""
-    if options is not None and (problem := text_problem(options)):
-        raise ConfigError([problem.replace("{name}", config.name)])
-    return LanguageModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
+def make_text_model(config: ModelConfig, quotas: Quotas, shards: Shards | None = None) -> Served:
+    """Create a language model, in the shards if there are several."""
+    start_life = limited(EngineLife, config.memory_bytes)
+    if shards is not None:
+        return ShardedText(config, shards, start_life)
+    return LanguageModel(config, start_life, quotas=quotas)
 
 
 class Server:
@@ -127,7 +110,7 @@ class Server:
         self._acceptors: Acceptors | None = None
         self.catalog = Catalog(
             fleet=Fleet(options.gpu_memory_reserve),
-            makers={LLM: partial(make_text_model, options=options)},
+            makers={LLM: partial(make_text_model, shards=shards)},
             shards=shards,
         )
         self._key_file = KeyFile(Path(options.api_keys)) if options.api_keys else None
@@ -142,14 +125,14 @@ class Server:
             self._grpc_tls = TlsFiles(options.tls, warns=False, protocol=H2)
         self._watching: list[asyncio.Task[None]] = []
         self.lifecycle = Lifecycle(is_loading=True)
-        self._fronts: list[Front] = []
+        self._processes: list[ShardProcess] = []
         self.management = ManagementApi(
             self.catalog,
             Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
             self.lifecycle,
             options.id,
             tells_reasons=gate.keys is None,
-            fronts=self._front_uses,
+            shards=self._shard_uses,
         )
         self.catalog.regions.is_allowed = options.shared_memory
         self.management.describe_shards = self._describe_shards
@@ -162,8 +145,9 @@ class Server:
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
         self.v2 = V2Http(models, options.limits, gate, options.log_requests)
         v2, limits = self.v2, options.limits
-        handlers = v2.prepare, v2.rejected
-        self.http = HttpServer(v2.handle, limits, v2.screen, self.lifecycle, *handlers)
+        self.http = HttpServer(
+            v2.handle, limits, v2.screen, self.lifecycle, v2.prepare, v2.rejected
+        )
         self.http_port = options.http_port
         self._metrics = MetricsHttp(gate, self.management)
         self._metrics_http: HttpServer | None = None
@@ -171,8 +155,8 @@ class Server:
         if options.open_metrics_port is not None:
             limits = replace(options.limits, max_body_bytes=METRICS_BODY_BYTES)
             self._metrics_http = HttpServer(self._metrics.handle, limits)
-        self._core = CoreApi(self.management, self.v2.handle, gate, options.log_requests, shards)
-        # Hold the port that fronts or shards share.
+        self._core = CoreApi(self.management, self.v2.handle, gate, shards)
+        # Listeners of the shards.
         self._reserved: list[socket.socket] = []
         infer = InferRpcs(self.catalog, self.lifecycle, gate, options.log_requests)
         self.grpc_service = GrpcService(infer, self._core.manage, gate)
@@ -230,22 +214,20 @@ class Server:
             self._add_shards()
             self._watching.append(asyncio.create_task(self._shards.read_often()))
             self._watching.append(asyncio.create_task(self._steer(self._shards).run()))
-        elif self._options.fronts:
-            self._add_http_fronts()
         else:
             self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
 
     def _steer(self, shards: Shards) -> Acceptors:
         """Begin to choose which shards accept connections."""
-        groups = list(zip(*(front.listeners for front in self._fronts), strict=True))
+        groups = list(zip(*(each.listeners for each in self._processes), strict=True))
         accepts_all = self._options.shard_accept == "all"
         made = Acceptors(groups, shards.blocks.page, shards.move_clients, accepts_all)
         shards.on_lost = lambda: made.tick(time.monotonic())
         self._acceptors = made
         return made
 
-    def _front_uses(self) -> list[FrontUse]:
-        uses = [front.use() for front in self._fronts]
+    def _shard_uses(self) -> list[ShardUse]:
+        uses = [each.use() for each in self._processes]
         if self._acceptors is None:
             return uses
         accepting = self._acceptors.accepting
@@ -259,7 +241,7 @@ class Server:
     @property
     def _answers_http(self) -> bool:
         """Whether the core itself has the HTTP port."""
-        return not self._options.fronts and self._shards is None
+        return self._shards is None
 
     @property
     def needs_key(self) -> bool:
@@ -282,8 +264,8 @@ class Server:
             text = "shutting down: requests in flight have %.0f s to finish"
             log.info(text, self._options.drain_s)
         self.lifecycle.drain()
-        for front in self._fronts:
-            front.drain()
+        for process in self._processes:
+            process.drain()
         if self.grpc is not None:
             self.grpc.go_away()
             self.grpc_service.drain()
@@ -306,7 +288,7 @@ class Server:
         # Before shards settle: nobody would accept what comes to these.
         for sock in self._reserved:
             sock.close()
-        await asyncio.gather(*(front.close() for front in self._fronts))
+        await asyncio.gather(*(each.close() for each in self._processes))
         servers = [self.http] if self.grpc is None else [self.http, self.grpc]
         await asyncio.gather(*(server.settle() for server in servers))
         await self.v2.close()
@@ -323,9 +305,9 @@ class Server:
         if not self.lifecycle.is_loading:
             log.info("stopped")
 
-    def _answering(self) -> list[Listener | Front]:
+    def _answering(self) -> list[Listener | ShardProcess]:
         """Return all that may owe an answer."""
-        return [self.http, *self._fronts, *([] if self.grpc is None else [self.grpc])]
+        return [self.http, *self._processes, *([] if self.grpc is None else [self.grpc])]
 
     async def _close_grpc(self) -> None:
         """End streams and watches, which have no end of their own, then the connections."""
@@ -349,8 +331,8 @@ class Server:
                 self._gate.keys = keys
                 self.catalog.quotas.replace(keys.quotas)
                 self.http.forget_heads()
-                for front in self._fronts:
-                    front.set_keys(self._gate)
+                for process in self._processes:
+                    process.set_keys(self._gate)
                 log.info("API keys reloaded: %d", len(keys.scopes))
 
     async def _tell(
@@ -369,32 +351,18 @@ class Server:
                 on_progress(LoadProgress(num_loaded, len(names), waiting, elapsed_s))
 
     async def _load(self, found: RepositoryScan) -> None:
-        """Load the models while the fronts start; cancel loading if a front cannot listen."""
+        """Load the models while the shards start; cancel loading if one cannot."""
         loading = asyncio.ensure_future(self.catalog.load(found))
         try:
-            for front in self._fronts:
-                front.start()
-            for front in self._fronts:
-                await front.listening()
+            for process in self._processes:
+                process.start()
+            for process in self._processes:
+                await process.listening()
             await loading
         except BaseException:
             loading.cancel()
             await asyncio.wait([loading])
             raise
-
-    def _add_http_fronts(self) -> None:
-        options = self._options
-        place = (options.host, options.http_port)
-        try:
-            self._reserved = [reserve(*place)]
-        except OSError as error:
-            raise cannot_listen(*place, "HTTP", error) from None
-        self.http_port = self._reserved[0].getsockname()[1]
-        settings = (options.limits, self._gate, options.log_requests, options.tls)
-        self._fronts += [
-            Front(self._core, http_spec(number, (options.host, self.http_port), *settings))
-            for number in range(1, options.fronts + 1)
-        ]
 
     def _add_shards(self) -> None:
         """Make listeners for each shard on the same ports."""
@@ -404,12 +372,18 @@ class Server:
         if options.grpc_config is not None:
             ports.append(self._share_port(options.grpc_port, "gRPC"))
             self.grpc_port = ports[1][0].getsockname()[1]
-        settings = (options.limits, self._gate, options.log_requests, options.tls)
         for number, listeners in enumerate(zip(*ports, strict=True)):
-            front = http_spec(number, (options.host, self.http_port), *settings)
-            grpc, shared_memory = options.grpc_config, options.shared_memory
-            spec = shard_spec(front, number, listeners, grpc, shared_memory)
-            self._fronts.append(Front(self._core, spec))
+            opening = OpenShard(
+                VERSION,
+                number,
+                limits=options.limits,
+                logs_requests=options.log_requests,
+                tls=options.tls,
+                grpc=options.grpc_config,
+                allows_regions=options.shared_memory,
+            )
+            spec = shard_spec(opening, listeners, self._gate)
+            self._processes.append(ShardProcess(self._core, spec))
 
     def _share_port(self, port: int, what: str) -> list[socket.socket]:
         """Return a listener on this port for each shard. They stay open here, so connections that a
@@ -439,29 +413,21 @@ class Server:
 def check(options: ServeOptions) -> None:
     """Raise CommandLineError for flags that contradict each other."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
-    problems += _shard_problems(options)
     if problems:
         raise CommandLineError(problems)
 
 
 def check_ports(options: ServeOptions) -> None:
-    """Raise ConfigError for ports of HTTP fronts or shards that are taken: they would notice only
-    while models load, and would silently share their ports with those of another server."""
-    if problems := _front_problems(options):
+    """Raise ConfigError for ports of shards that are taken: they would notice only while models
+    load, and would silently share their ports with those of another server."""
+    if problems := _shared_port_problems(options):
         raise ConfigError(problems)
-
-
-def check_models(found: RepositoryScan, options: ServeOptions) -> None:
-    """Raise CommandLineError for flags that do not fit the models."""
-    names = [each.name for each in found.configs if each.backend == LLM]
-    if names and (problem := text_problem(options)):
-        raise CommandLineError([problem.replace("{name}", name) for name in names])
 
 
 def choose_shards(configs: Sequence[ModelConfig], options: ServeOptions) -> ShardChoice:
     """Return the number of shards that was given, or choose it for models whose devices are
     known. ConfigError if the API keys cannot be read."""
-    if options.shards is not None:
+    if options.shards:
         return ShardChoice(options.shards, "as --shards says")
     return choose(usable_cores(), configs, shard_refusals(configs, options))
 
@@ -469,11 +435,8 @@ def choose_shards(configs: Sequence[ModelConfig], options: ServeOptions) -> Shar
 def shard_refusals(configs: Sequence[ModelConfig], options: ServeOptions) -> list[str]:
     """Return why these models and options need a server with one shard; empty if they do not."""
     refusals: list[str] = []
-    if options.fronts:
-        refusals.append(f"--fronts {options.fronts}")
     if options.is_explicit and "*" not in options.load_model:
         refusals.append("models that are loaded later are not known yet")
-    refusals += [f"'{each.name}' is a language model" for each in configs if each.backend == LLM]
     number = num_queue_shares(KeyFile(Path(options.api_keys)).read()) if options.api_keys else 0
     if number > NUM_KEYS:
         refusals.append(f"{options.api_keys} has {number} queue_shares")
@@ -493,19 +456,11 @@ def check_quotas(keys: Keys, options: ServeOptions) -> None:
         raise ConfigError([SHARDS_WITH_QUOTAS.format(**figures)])
 
 
-def _shard_problems(options: ServeOptions) -> list[str]:
-    """Refuse shards behind fronts."""
-    if options.shards in (None, 1) or not options.fronts:
+def _shared_port_problems(options: ServeOptions) -> list[str]:
+    if options.shards <= 1:
         return []
-    return [f"--fronts {options.fronts} and --shards {options.shards} exclude each other"]
-
-
-def _front_problems(options: ServeOptions) -> list[str]:
-    shared: list[tuple[int, str]] = []
-    has_shards = (options.shards or 1) > 1
-    if options.fronts or has_shards:
-        shared.append((options.http_port, "HTTP"))
-    if options.grpc and has_shards:
+    shared = [(options.http_port, "HTTP")]
+    if options.grpc:
         shared.append((options.grpc_port, "gRPC"))
     host = options.host
     reasons = [(port, what, why_not_listen(host, port)) for port, what in shared]

@@ -110,11 +110,11 @@ ROWS = (
     ),
     Row(
         8,
-        "kill -9 of a front process",
+        "kill -9 of a shard",
         "its children are gone within 1 s; 0 left-overs",
         (
-            f"{FAULTS}test_a_killer_of_fronts_for_twenty_seconds",
-            f"{FAULTS}test_a_front_that_stands_still_is_replaced",
+            f"{FAULTS}test_a_killer_of_shards_for_twenty_seconds",
+            f"{FAULTS}test_a_shard_that_stands_still_is_replaced",
         ),
         "stubs notice and exit",
     ),

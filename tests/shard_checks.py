@@ -65,13 +65,13 @@ CHECKS = (
     *by_number("quarantine", "test_quarantine"),
     ShardCheck(
         "poison of several keys, 4 shards",
-        ("tests/e2e/test_poison.py", "-m", "slow and not verify", "-k", "not fronts and not core"),
+        ("tests/e2e/test_poison.py", "-m", "slow and not verify", "-k", "not core"),
         shards=4,
     ),
     of_file("large bodies, 4 shards", "e2e/test_large_bodies.py", shards=4),
     of_file("counts, queue limits, SLO, random page", "e2e/test_shards_served.py"),
     of_file("steered connections", "e2e/test_accepting_shards.py", "protocols/test_acceptors.py"),
-    of_file("routes as of one process", "e2e/test_http_fronts.py", only="--shards"),
+    of_file("routes as of one process", "e2e/test_shards_alike.py"),
     of_file("gRPC in shards", "e2e/test_grpc.py", only="shards"),
     of_file("TLS and quotas", "e2e/test_tls_served.py", "e2e/test_key_quotas.py", only="shards"),
     ShardCheck(

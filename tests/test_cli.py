@@ -169,12 +169,16 @@ def test_version_is_the_packages() -> None:
     assert penstock.__version__ in call_penstock("--version").stdout
 
 
+def shown_flags(command: click.Command) -> list[click.Option]:
+    """Those of the help; flags of earlier versions are hidden."""
+    return [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+
+
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_and_flag_has_a_help_text(name: str) -> None:
     command = main.commands[name]
     assert command.help
-    flags = [flag for flag in command.params if isinstance(flag, click.Option)]
-    assert [flag.name for flag in flags if not flag.help] == []
+    assert [flag.name for flag in shown_flags(command) if not flag.help] == []
 
 
 # Words by which a help text says when one would change the flag.
@@ -186,8 +190,7 @@ WHEN = r"\b(when|where|until|only|needed|raise|choose|change|give it|use it|swit
     [
         (name, flag)
         for name, command in sorted(main.commands.items())
-        for flag in command.params
-        if isinstance(flag, click.Option)
+        for flag in shown_flags(command)
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -207,8 +210,8 @@ def test_help_has_whole_summaries_and_ends_with_examples(name: str) -> None:
     assert command.short_help and len(command.short_help) < 60
     text = call_penstock(name, "--help").stdout
     assert text.rstrip().splitlines()[-1].startswith("  ") and "\nExamples:\n" in text
-    for flag in command.params:
-        if isinstance(flag, click.Option) and flag.help:
+    for flag in shown_flags(command):
+        if flag.help:
             summary = flag.help.partition(". ")[0]
             assert len(summary) < 60, summary
             assert summary in " ".join(text.split()), summary
@@ -416,15 +419,10 @@ def test_address_that_others_can_reach_is_refused_without_insecure(
     assert host in problem and "--insecure" in problem
 
 
-@pytest.mark.parametrize("flag", ["--fronts", "--shards"])
-def test_fronts_and_shards_are_refused_with_language_models(tmp_path: Path, flag: str) -> None:
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = ("--random-weights", "--no-grpc", flag, "2")
-    ended = run_penstock("serve", *FREE_PORT, tmp_path / "config.json", *flags)
-    assert ended.code == ExitCode.USAGE
-    assert f"{flag} does not work with language models" in ended.stderr
-    assert "; serve '" in ended.stderr
+def test_a_flag_of_earlier_versions_names_its_successor(examples: Path) -> None:
+    ended = run_penstock("serve", examples, *FREE_PORT, "--fronts", "2")
+    assert (ended.code, ended.stdout) == (ExitCode.USAGE, "")
+    assert "--fronts does not exist any more; give --shards N" in ended.stderr
 
 
 def test_address_that_others_can_reach_is_served_with_insecure(tmp_path: Path) -> None:

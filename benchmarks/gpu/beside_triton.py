@@ -130,7 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--triton", type=Path, help="folder with pytriton and nvidia_pytriton.libs in it"
     )
-    parser.add_argument("--fronts", type=int, default=2, help="of penstock serve; 0 for few cores")
+    parser.add_argument("--shards", type=int, default=2, help="of penstock serve; 1 for few cores")
     parser.add_argument(
         "--generators", type=int, help="processes that send; a quarter of the cores unless given"
     )
@@ -177,7 +177,7 @@ class Comparison:
         self.servers: dict[str, Server] = {}
 
     def settings(self) -> dict[str, Any]:
-        names = ("device", "tiny", "fronts", "generators")
+        names = ("device", "tiny", "shards", "generators")
         return {
             **{name: getattr(self.args, name) for name in names},
             "slo": SLO,
@@ -300,7 +300,7 @@ dynamic_batching {{ }}
         work = self.args.work
         num_stubs = len(self.max_batch) * sum(each.num_instances for each in VARIANTS)
         for server in (
-            triton_side.penstock(work / "penstock", self.args.fronts, work / "penstock.log"),
+            triton_side.penstock(work / "penstock", self.args.shards, work / "penstock.log"),
             triton_side.triton(home, work / "triton", work, num_stubs),
         ):
             self.servers[server.name.lower()] = stack.enter_context(server)
@@ -504,9 +504,14 @@ def closed_loops(found: dict[str, Any], size: str) -> dict[str, dict[str, Any] |
         if probe_key(size, each) in probes
     ]
     return {
-        "penstock": ours and {"variant": f"{found['settings']['fronts']} fronts", **ours},
+        "penstock": ours and {"variant": _processes(found["settings"]), **ours},
         "triton": max(tried, key=lambda each: each["per_s"], default=None),
     }
+
+
+def _processes(settings: dict[str, Any]) -> str:
+    """Say how many processes took requests; results of before have other ones than shards."""
+    return f"{settings['shards']} shards" if "shards" in settings else "without shards"
 
 
 def table_of(found: dict[str, Any], ladder: Ladder) -> Table:

@@ -15,8 +15,7 @@ again (`--again` does), and none begins after `--seconds`:
   offline     whole batches from the host's memory through the runner, two on their way: the 100 %
   starts      `penstock serve` from exec to ready: first, again, and again with caches emptied
   in process  `penstock bench FOLDER --max-rate`, one row a request
-  HTTP        `penstock bench http://... --max-rate` against `penstock serve --fronts N`, or
-              `--shards N`
+  HTTP        `penstock bench http://... --max-rate` against `penstock serve --shards N`
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", help="cpu: only with --tiny")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see whether it runs")
     parser.add_argument("--max-batch", type=int, help="largest batch; others are further rows")
-    parser.add_argument("--fronts", type=int, nargs="*", help="of HTTP (BERT: 0 2 4)")
-    parser.add_argument("--shards", type=int, nargs="*", default=[], help="of HTTP, further rows")
+    parser.add_argument("--shards", type=int, nargs="*", help="of the server (BERT: 1 2 4)")
     parser.add_argument("--generators", type=int, help="processes that send over HTTP (4)")
     parser.add_argument("--duration", type=int, help="seconds that a rate is measured (6)")
     parser.add_argument("--seconds", type=float, default=300, help="no row begins after it")
@@ -101,8 +99,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     is_bert = args.model.startswith("bert")
     args.max_batch = args.max_batch or (4 if args.tiny else SUBJECTS[args.model].max_batch)
-    if args.fronts is None:
-        args.fronts = ([0, 1] if args.tiny else [0, 2, 4]) if is_bert else []
+    if args.shards is None:
+        args.shards = ([1, 2] if args.tiny else [1, 2, 4]) if is_bert else []
     args.generators = args.generators or (1 if args.tiny else 4)
     args.duration = args.duration or (1 if args.tiny else 6)
     if args.device == "cpu" and (not args.tiny or SUBJECTS[args.model].needs_gpu):
@@ -111,9 +109,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def row_names(args: argparse.Namespace) -> list[str]:
-    fronts = [f"HTTP, {number} fronts" for number in args.fronts]
-    shards = [f"HTTP, {number} shards" for number in args.shards]
-    return ["write", "offline", "starts", "in process", *fronts, *shards]
+    served = [f"HTTP, {number} shards" for number in args.shards]
+    return ["write", "offline", "starts", "in process", *served]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -276,7 +273,7 @@ def starts(root: Path) -> dict[str, Any]:
     for name, where in (("first", caches), ("second", caches), ("emptied", empty)):
         shutil.rmtree(empty, ignore_errors=True)
         before = kept_in(where)
-        with served(root, caches=where) as server:
+        with served(root, 1, where) as server:
             server.check()
             new = kept_in(where) - before
             compiled = [each for each in new if each.endswith(COMPILED)]
@@ -327,11 +324,9 @@ class Server:
 
 
 @contextmanager
-def served(
-    root: Path, flags: Sequence[str] = ("--fronts", "0"), caches: Path = WORK / "caches"
-) -> Iterator[Server]:
+def served(root: Path, num_shards: int, caches: Path = WORK / "caches") -> Iterator[Server]:
     command = [sys.executable, "-m", "penstock", "serve", str(root), "--http-port", "0"]
-    command += ["--no-grpc", "--no-metrics", *flags]
+    command += ["--no-grpc", "--no-metrics", "--shards", str(num_shards)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         began = time.monotonic()
@@ -400,10 +395,10 @@ def level_of(level: dict[str, Any]) -> dict[str, Any]:
 
 
 def over_http(
-    subject: Subject, root: Path, args: argparse.Namespace, flags: Sequence[str]
+    subject: Subject, root: Path, args: argparse.Namespace, num_shards: int
 ) -> dict[str, Any]:
     model = repositories.config_of(root).name
-    with served(root, flags) as server:
+    with served(root, num_shards) as server:
         server.check()
         before, began = server.cpu_seconds(), time.monotonic()
         url = f"http://127.0.0.1:{server.port}/v2/models/{model}"

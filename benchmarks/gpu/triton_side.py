@@ -152,10 +152,10 @@ class Server:
         self._process.wait()
 
 
-def penstock(repository: Path, num_fronts: int, log_path: Path) -> Server:
+def penstock(repository: Path, num_shards: int, log_path: Path) -> Server:
     port = free_port()
     command = [sys.executable, "-m", "penstock", "serve", str(repository)]
-    flags = [f"--http-port={port}", "--no-grpc", "--no-metrics", f"--fronts={num_fronts}"]
+    flags = [f"--http-port={port}", "--no-grpc", "--no-metrics", f"--shards={num_shards}"]
     # Triton's models take their memory at the same time; the plan could count them or not.
     flags += ["--gpu-memory-reserve=0", "--drain-s=1"]
     environment = {"PYTHONPATH": os.pathsep.join(packages())}

@@ -18,8 +18,7 @@ class ServeKeywords(TypedDict, total=False):
     grpc: bool
     metrics_port: int
     metrics: bool
-    fronts: int
-    shards: int | None
+    shards: int
     shard_accept: str
     id: str
     model_control_mode: str

@@ -38,19 +38,11 @@ class ServeOptions:
         "Switch it off where /metrics on the HTTP port is enough.",
         value=True,
     )
-    fronts: int = listen_flag(
-        "Processes that serve HTTP on the same port",
-        "With 0, the core process serves HTTP. Raise it when penstock explain says that the core's "
-        "event loop is the bottleneck and CPU cores are idle; otherwise it only adds latency. Does "
-        "not work with language models.",
-        **number(0, "N", 0, 64),
-    )
-    shards: int | None = listen_flag(
+    shards: int = listen_flag(
         "Processes that take requests on the same port",
-        "With 1, the core process takes them. Raise it when penstock explain says that event loops "
-        "are the bottleneck and CPU cores are idle; lower it where other programs need the cores. "
-        "Several do not work with language models yet.",
-        **number(None, "N", 1, 64, default="chosen from cores and models"),
+        "With 1, the core process takes them; 0 chooses from cores and models. Raise it when "
+        "penstock explain says that event loops are the bottleneck and CPU cores are idle.",
+        **number(1, "N", 0, 64),
     )
     shard_accept: str = listen_flag(
         "Which shards accept new connections",

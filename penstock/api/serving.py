@@ -48,7 +48,6 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
     found = _find(model, options)
     if not options.allow_hard_links:
         found = layout.refuse_hard_links(found)
-    server.check_models(found, options)
     if found.problems and options.exit_on_error:
         raise ConfigError(layout.flat(found.problems))
     configs = _check_gpus(found, options, listeners)

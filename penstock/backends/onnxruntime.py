@@ -232,7 +232,7 @@ def session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOpti
     options.enable_cpu_mem_arena = _flag(settings, "enable_mem_arena", problems)
     options.enable_mem_pattern = _flag(settings, "enable_mem_pattern", problems)
     options.log_severity_level = 3
-    # Spinning threads would take the cores that the front and other instances need.
+    # Spinning threads would take the cores that the core and other instances need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     for key, value in settings.items():
         if key.startswith(("session.", "optimization.")):

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock")
 
 
+def _refuse_fronts(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    """Name what replaces a flag of earlier versions."""
+    if value is not None:
+        text = (
+            "--fronts does not exist any more; give --shards N, which shares all work of requests"
+        )
+        raise click.UsageError(text, context)
+
+
 @click.command(
     cls=Command,
     short_help="Serve a model or a repository over HTTP and gRPC.",
@@ -35,6 +44,7 @@ log = logging.getLogger("penstock")
 )
 @click.argument("source", metavar="MODEL", type=click.Path())
 @add_options(ServeOptions, "options")
+@click.option("--fronts", hidden=True, expose_value=False, callback=_refuse_fronts)
 @click.option(
     "-q",
     "--quiet",

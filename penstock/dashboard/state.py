@@ -21,6 +21,7 @@ from penstock.wire.documented import (
 
 if TYPE_CHECKING:
     from penstock.llm.language_model import LanguageModel
+    from penstock.llm.sharded_text import ShardedText
     from penstock.serving.catalog import Catalog
     from penstock.serving.management import ManagementApi
     from penstock.serving.served import Served
@@ -116,7 +117,7 @@ def _key(catalog: Catalog, model: Served) -> CallKey:
     config = model.config
     is_latest = catalog.versions(config.name)[-1:] == [config.version]
     is_loaded = config.backend == LLM and model.is_ready
-    has_chat = is_loaded and bool(cast("LanguageModel", model).vocabulary.template)
+    has_chat = is_loaded and bool(cast("LanguageModel | ShardedText", model).vocabulary.template)
     return CallKey(config.name, config.version, has_chat, is_latest)
 
 

@@ -30,6 +30,8 @@ Clock = Callable[[], float]
 MAX_CHOICES = 16
 # Weight of the newest sequence in the moving average of output lengths.
 NEWEST = 0.1
+# Leaders that were refused whose followers may still come.
+MAX_REFUSED = 256
 
 
 class StepResult(Protocol):
@@ -81,8 +83,8 @@ class Engine:
     _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _admission: TtftAdmission = field(init=False)
-    # The request refused last, and why: requests with it as leader are refused too.
-    _refused: tuple[int | None, PenstockError | None] = None, None
+    # The leaders that were refused last, and why: requests that follow them are refused too.
+    _refused: dict[int, PenstockError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._admission = TtftAdmission(self.scheduler, self.pace)
@@ -90,6 +92,10 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         return not self._sequences and not self._in_flight
+
+    def has(self, request: int) -> bool:
+        """Whether the request has sequences that have not ended."""
+        return request in self._sequences
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; raise InvalidRequest if it can never run, Overloaded if too late."""
@@ -196,17 +202,18 @@ class Engine:
             raise InvalidRequest(f"n is {request.params.n}; expected at most {MAX_CHOICES}")
         refusal = self._refusal(request)
         if refusal is not None:
-            if request.leader is None:
-                self._refused = request.id, refusal
+            if request.num_following:
+                self._refused[request.id] = refusal
+                if len(self._refused) > MAX_REFUSED:
+                    del self._refused[next(iter(self._refused))]
             raise refusal
 
     def _refusal(self, request: GenerateRequest) -> PenstockError | None:
         if len(self.scheduler.waiting) >= self.max_waiting:
             return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
         if request.leader is not None:
-            # The leader was added just before and may have ended since.
-            leader, refusal = self._refused
-            return refusal if leader == request.leader else None
+            # The leader was added before, and may have ended since.
+            return self._refused.get(request.leader)
         if self.pace.targets.ttft_s is None or not self.pace.is_known:
             return None
         return self._admission.refusal(request, self._work(), self._usual)

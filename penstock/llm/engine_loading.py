@@ -24,6 +24,7 @@ from penstock.processes.start import take_part
 from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
 from penstock.system import devices, garbage
+from penstock.wire.frames import EngineReady
 
 log = logging.getLogger("penstock.engine")
 # Warm-up prompts that show how long steps take, as shares of the largest step, and output tokens.
@@ -32,7 +33,7 @@ PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
 
 def start_engine(
     message: messages.LoadEngine, set_policy: Callable[[int], str]
-) -> tuple[Engine, messages.Ready]:
+) -> tuple[Engine, EngineReady]:
     """Return the engine and the answer to the core. `set_policy` sets how threads wait for each
     other; it is called before torch is loaded."""
     began, settings = time.perf_counter(), message.settings
@@ -49,7 +50,7 @@ def start_engine(
     take_part()
     num_blocks, max_length = engine.scheduler.pool.num_blocks, engine.scheduler.limits.max_length
     load_s, vocabulary = time.perf_counter() - began, int(built["vocabulary"])
-    ready = messages.Ready(messages.VERSION, load_s, num_blocks, max_length, vocabulary, built)
+    ready = EngineReady(messages.VERSION, load_s, num_blocks, max_length, vocabulary, built)
     return engine, ready
 
 

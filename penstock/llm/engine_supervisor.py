@@ -1,149 +1,150 @@
-"""The state of a model's engine in the core: loading, ready, or being replaced after it died or
-hung. Runs on the core's event loop. `OpenGenerations` reads what the engine says.
+"""A model's engine in the core: loading, ready, or being replaced after it died or hung.
+
+Gives each shard's part of the model (`core_link.EnginePart`) a socket to the engine; the core sees
+no requests. There is one for each model, however many shards there are. Runs on the core's event
+loop.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import logging
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from penstock.errors import BackendFailed, NotReady
 from penstock.llm import messages
-from penstock.llm.text_metrics import TextMetrics
+from penstock.processes.channel import socket_pair
 from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarted import RestartedProcess
 from penstock.processes.restarts import backoff_s, deaths_in_a_row
-from penstock.wire.frames import MAX_FRAME_BYTES, StartFailed, Stop
-
-if TYPE_CHECKING:
-    from penstock.llm.open_generations import OpenGenerations
+from penstock.serving.core_link import EnginePart
+from penstock.serving.metrics import ModelMetrics
+from penstock.wire import frames
 
 log = logging.getLogger("penstock.llm")
 EngineState = Literal["LOADING", "READY", "UNAVAILABLE"]
 STOP_S = 5.0
-SOCKET_OVERHEAD = 1024
-# An engine is hung if it is silent for `hang_s` or `SLOWER` times its slowest step, whichever is
-# longer; before the first step, for `FIRST_STEP` times `hang_s`.
-SLOWER, FIRST_STEP = 20, 10
+# Numbers of requests for each socket to an engine.
+NUMBERS_PER_PART = 1 << 40
 EngineLife: StartLife = partial(ProcessLife, module="penstock.llm.engine_main")
 
 
 class EngineSupervisor:
-    """One engine after the other, for one model."""
+    """One engine after the other, for one model. `_parts` are the shards' parts of it, by shard.
+    They are dropped by `close`, so that an unloaded model is freed without the garbage
+    collector."""
 
     def __init__(
         self,
-        name: str,
         settings: messages.EngineSettings,
-        metrics: TextMetrics,
-        requests: OpenGenerations,
+        metrics: ModelMetrics,
         start_life: StartLife = EngineLife,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = name
+        self.name = metrics.name
         self.state: EngineState = "LOADING"
         self.reason = ""
-        self.ready: messages.Ready | None = None
-        # Limit of a datagram.
-        self.max_bytes = MAX_FRAME_BYTES
-        # When to look whether the engine hangs; None while it is not watched.
-        self.watch: asyncio.TimerHandle | None = None
+        self.ready: frames.EngineReady | None = None
+        # When the model was loaded, in seconds since 1970.
+        self.loaded_at = 0
         self.process = RestartedProcess[None](
-            "engine", self, start_life, requests.received, messages.encode(Stop())
+            "engine", self, start_life, self._received, messages.encode(frames.Stop())
         )
+        self._parts: dict[int, EnginePart] = {}
+        self._part_numbers = itertools.count(1)
         self._settings = settings
         self._metrics = metrics
-        self._requests = requests
         self._clock = clock
-        self._aborted: list[int] = []
+        # How many engines there were.
+        self._life = 0
         self._num_deaths = 0
         self._ready_at = 0.0
         self._restart_at = 0.0
         self._is_hung = False
+        # How the last engine ended.
+        self._ending = ""
 
     async def close(self) -> None:
         self.state, self.reason = "UNAVAILABLE", "it is unloaded"
         self.process.stop()
-        if self.watch is not None:
-            self.watch.cancel()
-        text = f"model '{self.name}' is unloaded; the answer is cut off"
-        self._requests.engine_ended(NotReady(text))
+        self._parts.clear()
         await self.process.wait(STOP_S)
 
-    def not_ready(self) -> NotReady:
-        """Return why it cannot answer, with a retry time that assumes the next engine loads as long
-        as the last one."""
-        text = f"model '{self.name}' is not ready: {self.reason or 'it is loading'}"
+    def join(self, shard: int, part: EnginePart) -> None:
+        """Let a shard use the engine, now or once it is ready."""
+        self._parts[shard] = part
+        if self.state == "READY":
+            self._set_engine(shard, part)
+        elif self.state == "UNAVAILABLE":
+            part.engine_ended(self._ended)
+
+    def leave(self, shard: int) -> None:
+        """Forget a shard that has ended; the engine notices by its socket."""
+        self._parts.pop(shard, None)
+
+    def engine_hung(self, life: int, silent_s: float) -> None:
+        """Kill an engine that a shard has heard nothing from for too long."""
+        if life == self._life and self.process.child is not None:
+            self._is_hung = True
+            self.process.kill(f"said nothing for {silent_s:.3g} s and was killed")
+
+    @property
+    def _ended(self) -> frames.EngineEnded:
         if self.process.is_stopping or self.ready is None:
-            return NotReady(text)
-        return NotReady(text, max(0.0, self._restart_at - self._clock()) + self.ready.load_s)
+            return frames.EngineEnded(self._ending, self.reason)
+        place = self._restart_at, self.ready.load_s
+        return frames.EngineEnded(self._ending, self.reason, *place)
 
-    def send(self, message: messages.ToEngine) -> None:
-        if self.process.child is not None:
-            self.process.child.send(messages.encode(message))
-
-    def abort(self, request: int) -> None:
-        """Abort a request. Those of one iteration of the event loop share a message."""
-        if not self._aborted:
-            self.process.loop.call_soon(self._send_aborted)
-        self._aborted.append(request)
-
-    def _send_aborted(self) -> None:
-        requests, self._aborted = tuple(self._aborted), []
-        self.send(messages.GiveUp(requests))
-
-    def look_after(self) -> None:
-        """Watch the engine while requests are open; kill it if it was silent for too long."""
-        self.watch = None
-        if self._requests.is_idle or self.process.child is None:
-            return
-        longest_s, slowest_s = self._settings.hang_s, self._requests.slowest_s
-        # It reports every step; before the first, its step time is unknown.
-        longest_s = max(longest_s, SLOWER * slowest_s) if slowest_s else FIRST_STEP * longest_s
-        left_s = self._requests.heard_at + longest_s - self.process.loop.time()
-        if left_s > 0:
-            self.watch = self.process.loop.call_later(left_s, self.look_after)
-            return
-        self._is_hung = True
-        self.process.kill(f"said nothing for {longest_s:.3g} s and was killed")
+    def _set_engine(self, shard: int, part: EnginePart) -> None:
+        """Give a shard and the engine a socket to each other."""
+        child = self.process.child
+        assert self.ready is not None and child is not None, "its state is READY"
+        first = next(self._part_numbers) * NUMBERS_PER_PART
+        engine = frames.SetEngine(self._life, self.ready, first, self.loaded_at)
+        try:
+            ours, theirs = socket_pair()
+            with theirs:
+                part.set_engine(engine, ours)
+                child.send(messages.encode(frames.Attach(shard, self._life)), (theirs.fileno(),))
+        except OSError as error:
+            self.process.kill(f"could not be connected ({error}) and was killed")
 
     # The process.
 
     def launched(self, child: ChildProcess) -> None:
-        # The kernel needs part of the send buffer for itself.
-        room = child.life.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        self.max_bytes = min(room - SOCKET_OVERHEAD, MAX_FRAME_BYTES)
-        self.send(messages.LoadEngine(messages.VERSION, self._settings))
+        self._life += 1
+        child.send(messages.encode(messages.LoadEngine(messages.VERSION, self._settings)))
         if self.process.num_restarts:
-            self._metrics.model.num_restarts += 1
+            self._metrics.num_restarts += 1
 
-    def loaded(self, message: messages.Ready | StartFailed) -> None:
-        if isinstance(message, StartFailed):
+    def _received(self, datagram: memoryview) -> None:
+        message = messages.decode_from_engine(datagram)
+        if isinstance(message, frames.StartFailed):
             self.process.problems = message.problems
             return
         self.ready, self.state, self.reason = message, "READY", ""
+        self.loaded_at = self.loaded_at or int(time.time())
         self._ready_at = self._clock()
-        self._metrics.loaded(message)
         log.info("%s is ready after %.2f s", self.name, message.load_s, extra={"model": self.name})
+        for shard, part in list(self._parts.items()):
+            self._set_engine(shard, part)
         self.process.become_ready(None)
 
     def ended(self, reason: str, was_ready: bool) -> float:
         self.state = "UNAVAILABLE"
         if was_ready:
             # It crashed, or it was killed after being silent for too long.
-            self._metrics.model.num_deaths["hang" if self._is_hung else "crash"] += 1
+            self._metrics.num_deaths["hang" if self._is_hung else "crash"] += 1
         self._is_hung = False
         well_s = self._clock() - self._ready_at if was_ready else 0.0
         self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)
+        self._ending = reason
         self.reason = "; ".join(self.process.problems) or f"its engine {reason}"
         delay_s = backoff_s(self._num_deaths)
         self._restart_at = self._clock() + delay_s
-        error = BackendFailed(f"the engine {reason}; what it had generated is lost")
-        self._requests.engine_ended(error)
+        for part in list(self._parts.values()):
+            part.engine_ended(self._ended)
         return delay_s

@@ -1,12 +1,14 @@
 """A language model as the catalog serves it: one version with its engine and its renderer.
 
-`submit` takes text requests, and refuses tensors with the paths to use instead.
+With several shards, each has one of these, with a renderer of its own and a socket to the engine,
+which the core has (`sharded_text`). `submit` takes text requests, and refuses tensors with the
+paths to use instead.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -16,22 +18,35 @@ from typing import Literal
 from msgspec.structs import replace
 
 from penstock.config import ModelConfig
-from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
+from penstock.errors import (
+    ConfigError,
+    InvalidRequest,
+    NotReady,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
 from penstock.llm.engine import MAX_CHOICES
-from penstock.llm.engine_supervisor import EngineLife
+from penstock.llm.engine_supervisor import EngineLife, EngineSupervisor
 from penstock.llm.generation import Generation, GenerationSink
-from penstock.llm.messages import GenerateRequest, Ready, TextSource, pack_tokens
-from penstock.llm.open_generations import OpenGenerations
+from penstock.llm.messages import EngineSettings, GenerateRequest, TextSource, pack_tokens
+from penstock.llm.open_generations import NO_TEXT, OpenGenerations, TextShard
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits
 from penstock.llm.settings import check_packages, settings_of
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.child import StartLife
 from penstock.sampling_params import SamplingParams
+from penstock.serving.core_link import EngineCore
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
-from penstock.serving.served import ModelProcess
+from penstock.serving.served import ModelProcess, Served
 from penstock.types import Request
+from penstock.wire.frames import EngineReady
+
+log = logging.getLogger("penstock.llm")
+# Time between attempts of a shard to load its renderer.
+LOAD_AGAIN_S = 5.0
 
 TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
@@ -44,7 +59,8 @@ Given = Sequence[str | list[int]]
 
 
 class LanguageModel:
-    """One version of a language model. ConfigError on creation if its parameters are invalid."""
+    """One version of a language model, or one shard's part of it. ConfigError on creation if its
+    parameters are invalid."""
 
     mode = "continuous"
 
@@ -56,25 +72,41 @@ class LanguageModel:
         limits: TextLimits | None = None,
         *,
         quotas: Quotas | None = None,
+        shard: TextShard | None = None,
     ) -> None:
         """`limits` override the renderer limits of the configuration."""
         self.config = config
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
-        # When it was loaded, in seconds since 1970.
-        self.loaded_at = 0
         self._settings = settings = settings_of(config)
         # How many sequences may wait for their first token.
         self.max_waiting = settings.max_waiting
-        self._open = OpenGenerations(self.metrics, settings, start_life=start_life, quotas=quotas)
-        self._engine = self._open.engine
-        source = TextSource(settings.path, settings.is_made_up, settings.parses_special)
-        limits = limits or TextLimits(job_s=settings.text_timeout_s, max_waiting=self.max_waiting)
-        self._renderer = Renderer(config.name, source, limits, start_renderer)
-        self._ids = itertools.count()
+        # The engine, unless the core is in another process.
+        self._engine: EngineSupervisor | None = None
+        core: EngineCore
+        if shard is not None:
+            core = shard.core
+        else:
+            core = self._engine = EngineSupervisor(settings, self.metrics, start_life)
+        self.part = OpenGenerations(self.metrics, settings, core, quotas=quotas, shard=shard)
+        if self._engine is not None:
+            self._engine.join(0, self.part)
+        limits = (limits or limits_of(settings)).share(1 if shard is None else shard.num_shards)
+        self._renderer = Renderer(config.name, source_of(settings), limits, start_renderer)
+        # Loads the renderer of a shard.
+        self._loading: asyncio.Task[None] | None = None
+        # Why the renderer of a shard cannot load.
+        self._problem = ""
 
     # Lifecycle.
 
     async def start(self) -> None:
+        """Load the engine and the renderer. A shard loads the renderer only; the core has loaded
+        the same files before, so if it cannot, it tries again until it can."""
+        if self._engine is None:
+            tried = asyncio.Event()
+            self._loading = asyncio.create_task(self._load_renderer(tried))
+            await tried.wait()
+            return
         check_packages()
         began = time.monotonic()
         try:
@@ -83,73 +115,74 @@ class LanguageModel:
                 both.create_task(self._engine.process.start())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        self._open.vocabulary = vocabulary.result()
+        self.part.vocabulary = vocabulary.result()
         self.metrics.load_s = time.monotonic() - began
-        self.loaded_at = int(time.time())
+
+    async def _load_renderer(self, tried: asyncio.Event) -> None:
+        while True:
+            try:
+                self.part.vocabulary = await self._renderer.process.start()
+                self._problem = ""
+                return
+            except ConfigError as error:
+                self._problem = "; ".join(error.problems)
+                log.error("%s: the renderer cannot be loaded: %s", self.config.name, self._problem)
+            finally:
+                tried.set()
+            await asyncio.sleep(LOAD_AGAIN_S)
 
     async def refresh(self) -> None:
         """Do nothing: all figures are here."""
 
     async def drain(self) -> None:
         await self._renderer.drain()
-        await self._open.drain()
+        await self.part.drain()
 
     async def close(self) -> None:
         """Stop both processes. Waiting requests fail with "the model is unloaded"."""
-        await asyncio.gather(self._engine.close(), self._renderer.close())
+        if self._loading is not None:
+            self._loading.cancel()
+        self.part.close()
+        engine = [] if self._engine is None else [self._engine.close()]
+        await asyncio.gather(self._renderer.close(), *engine)
 
     # State for the catalog.
 
     @property
+    def loaded_at(self) -> int:
+        """When it was loaded, in seconds since 1970."""
+        return self.part.loaded_at
+
+    @property
     def is_ready(self) -> bool:
-        return self._engine.state == "READY"
+        return self.part.state == "READY" and self.vocabulary is not NO_TEXT
 
     @property
     def shown_state(self) -> str:
-        return self._engine.state
+        return self.part.state
 
     @property
     def reason(self) -> str:
-        return self._engine.reason
+        return self.part.reason
 
     @property
     def num_waiting(self) -> int:
-        return self._open.metrics.num_waiting
+        return self.part.metrics.num_waiting
 
     @property
     def processes(self) -> Sequence[ModelProcess]:
-        """The engine's process."""
-        ready = self._engine.ready
-        built = {} if ready is None else ready.built
-        return [ModelProcess(0, self.config.device, self._engine.process.pid, self.is_ready, built)]
+        """The engine's process, if it belongs to this one."""
+        return [] if self._engine is None else [process_of(self.config, self._engine)]
 
     def explain(self) -> Explanation:
-        (place,) = self.processes
-        settings, ready = self._settings, self._engine.ready
-        doing: Literal["idle", "busy"] = "idle" if self._open.is_idle else "busy"
-        state = doing if self.is_ready else "not ready"
-        return Explanation(
-            model=self.config.name,
-            version=self.config.version,
-            state=self.shown_state,
-            mode="continuous",
-            mode_reason="a language model: sequences join and leave between steps",
-            policy={
-                "max_num_seqs": str(settings.max_sequences),
-                "max_num_batched_tokens": str(settings.max_tokens),
-                # The engine may have chosen another one than the configured.
-                "dtype": settings.dtype if ready is None else ready.built["dtype"],
-            },
-            instances=[InstanceState(0, state, place.pid, place.device, place.gpu_memory_bytes)],
-            refused={name: count for name, count in self.metrics.num_refused.items() if count},
-            notes=list(self.config.warnings),
-        )
+        doing: Literal["idle", "busy"] = "idle" if self.part.is_idle else "busy"
+        return explain_text(self, self._settings, self.part.ready, doing)
 
     # Requests.
 
     @property
     def vocabulary(self) -> Vocabulary:
-        return self._open.vocabulary
+        return self.part.vocabulary
 
     @property
     def num_tokens(self) -> int:
@@ -162,10 +195,12 @@ class LanguageModel:
         return self._ready.max_length
 
     @property
-    def _ready(self) -> Ready:
-        if self._engine.ready is None:
-            raise self._engine.not_ready()
-        return self._engine.ready
+    def _ready(self) -> EngineReady:
+        if self._problem:
+            raise NotReady(f"model '{self.config.name}' cannot encode texts: {self._problem}")
+        if self.part.ready is None:
+            raise self.part.not_ready()
+        return self.part.ready
 
     @property
     def max_chars(self) -> int:
@@ -215,13 +250,13 @@ class LanguageModel:
             max_tokens=1 if max_tokens == 0 else max_tokens,
             stop_token_ids=stops if params.ignore_eos else stops | self.vocabulary.stop_tokens,
         )
-        request = GenerateRequest(next(self._ids), pack_tokens(tokens), params)
+        request = GenerateRequest(self.part.new_number(), pack_tokens(tokens), params)
         return Generation(request, sink)
 
     def submit(self, request: Request | Generation) -> None:
         """Take a text request, whose sink gets every outcome; refuse tensors."""
         if isinstance(request, Generation):
-            self._open.submit(request)
+            self.part.submit(request)
             return
         error = Unsupported(TENSORS.replace("{name}", self.config.name))
         self.refused(error, time.monotonic())
@@ -230,10 +265,52 @@ class LanguageModel:
     def cancel(self, request: Request | Generation) -> None:
         """Cancel a text request. Safe at any time; tensor requests have ended on submission."""
         if isinstance(request, Generation):
-            self._open.cancel(request)
+            self.part.cancel(request)
 
     def refused(self, error: PenstockError, received: float) -> None:
-        self._open.metrics.refused(error, time.monotonic() - received)
+        self.part.metrics.refused(error, time.monotonic() - received)
+
+
+def source_of(settings: EngineSettings) -> TextSource:
+    return TextSource(settings.path, settings.is_made_up, settings.parses_special)
+
+
+def limits_of(settings: EngineSettings) -> TextLimits:
+    return TextLimits(job_s=settings.text_timeout_s, max_waiting=settings.max_waiting)
+
+
+def process_of(config: ModelConfig, engine: EngineSupervisor) -> ModelProcess:
+    built = {} if engine.ready is None else engine.ready.built
+    return ModelProcess(0, config.device, engine.process.pid, engine.state == "READY", built)
+
+
+def explain_text(
+    model: Served,
+    settings: EngineSettings,
+    ready: EngineReady | None,
+    doing: Literal["idle", "busy"],
+) -> Explanation:
+    """Explain how a language model serves; `doing` is what its engine does if it is ready."""
+    state = doing if model.is_ready else "not ready"
+    places = model.processes
+    return Explanation(
+        model=model.config.name,
+        version=model.config.version,
+        state=model.shown_state,
+        mode="continuous",
+        mode_reason="a language model: sequences join and leave between steps",
+        policy={
+            "max_num_seqs": str(settings.max_sequences),
+            "max_num_batched_tokens": str(settings.max_tokens),
+            # The engine may have chosen another one than the configured.
+            "dtype": settings.dtype if ready is None else ready.built["dtype"],
+        },
+        instances=[
+            InstanceState(0, state, each.pid, each.device, each.gpu_memory_bytes) for each in places
+        ],
+        refused={name: count for name, count in model.metrics.num_refused.items() if count},
+        notes=list(model.config.warnings),
+    )
 
 
 @dataclass(frozen=True, slots=True)

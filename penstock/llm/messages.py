@@ -1,14 +1,17 @@
-"""Messages between the core and the two processes of a language model (see `wire.frames`).
+"""Messages with the two processes of a language model (see `wire.frames`).
 
-`ToEngine`, `FromEngine`, `ToRenderer` and `FromRenderer` say which goes where. Tokens travel as
-bytes, four a token. All results of a step are one message. Messages of engines are one datagram
-each; those of renderers may be larger (see `processes.parts`).
+The core starts an engine and gives it a socket to each shard, which sends its requests there
+itself; the core is the only shard unless there are others. `ToEngine` and `FromEngine` are those of
+the core, `ShardToEngine` and `EngineToShard` those of shards, `ToRenderer` and `FromRenderer` those
+of the process that owns a renderer. Tokens travel as bytes, four a token. All results of a step for
+a shard are one message. Messages of engines are one datagram each; those of renderers may be larger
+(see `processes.parts`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -17,13 +20,20 @@ import msgspec
 from penstock.config import DEFAULT_HANG_S
 from penstock.llm.token_bytes import Vocabulary
 from penstock.sampling_params import SamplingParams
-from penstock.wire.frames import MAX_FRAME_BYTES, Frame, StartFailed, Stop
+from penstock.wire.frames import (
+    MAX_FRAME_BYTES,
+    Attach,
+    EngineReady,
+    Frame,
+    StartFailed,
+    Stop,
+)
 
 if TYPE_CHECKING:
     Tokens = array[int]
 else:  # Python 3.11 has no generic arrays.
     Tokens = array
-VERSION = 1
+VERSION = 2
 # From integers, or from their bytes.
 pack_tokens = partial(array, "I")
 # Limit of a prompt; the other fields of a message are small.
@@ -51,13 +61,13 @@ class EngineSettings(Frame, tag="set"):
     is_made_up: bool = False
     # Manifest of a committed version; the model's files must match its digests.
     manifest: str = ""
-    # Used by the core: an engine that is silent for longer hangs, unless its steps are that slow.
+    # Used by shards: an engine that is silent for longer hangs, unless its steps are that slow.
     hang_s: float = DEFAULT_HANG_S
-    # Used by the core: seconds that the renderer may take for a request.
+    # Used by shards: seconds that the renderer may take for a request.
     text_timeout_s: float = 5.0
     # The datatype is a default: the engine may measure and choose another one.
     is_dtype_free: bool = False
-    # Used by the core: special tokens within messages are special, not text.
+    # Used by shards: special tokens within messages are special, not text.
     parses_special: bool = False
 
 
@@ -89,15 +99,6 @@ class EndText(Frame, tag="end"):
     index: int
 
 
-class Ready(Frame, tag="ready"):
-    version: int
-    load_s: float
-    num_blocks: int
-    max_length: int
-    vocabulary: int
-    built: Mapping[str, str]
-
-
 class Logprobs(Frame):
     """Logprob of a token, and the most likely tokens with theirs."""
 
@@ -119,23 +120,26 @@ class TokenEvent(Frame):
     num_cached: int
     # None: not requested.
     logprobs: Logprobs | None = None
-    # Set by the core, which detokenizes.
+    # Set by the shard, which detokenizes.
     text: str = ""
 
 
 class StepReport(Frame, tag="new"):
+    """The result of a step for one shard that has requests open. Counts are of the whole engine, so
+    only one shard gets those of a step; for the others they are 0."""
+
     # Possibly empty.
     events: list[TokenEvent]
     num_running: int
     num_waiting: int
     num_free_blocks: int
-    num_preemptions: int
     step_s: float
-    # Tokens since the engine was loaded: computed, looked up in the cache, found there.
+    # Since the last report: preemptions; tokens computed, looked up in the cache, found there.
+    num_preemptions: int = 0
     num_computed: int = 0
     num_asked: int = 0
     num_cached: int = 0
-    # Queueing time of the requests that were started since the last message.
+    # Queueing time of the requests that were started since the last report.
     waits_s: tuple[float, ...] = ()
 
 
@@ -218,16 +222,22 @@ class NotEncoded(Frame, tag="no"):
     reason: str
 
 
-ToEngine = LoadEngine | GenerateRequest | GiveUp | EndText | Stop
-FromEngine = Ready | StartFailed | PromptLogprobsChunk | StepReport | RequestRefused | StepFailed
+ToEngine = LoadEngine | Attach | Stop
+FromEngine = EngineReady | StartFailed
+ShardToEngine = GenerateRequest | GiveUp | EndText
+EngineToShard = PromptLogprobsChunk | StepReport | RequestRefused | StepFailed
 EncodeJob = EncodeTexts | EncodeChat
 ToRenderer = LoadText | EncodeJob | Stop
 FromRenderer = TextReady | StartFailed | Encoded | NotEncoded
 Datagram = bytes | memoryview
 encode = msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode
-decode_to_engine: Callable[[Datagram], ToEngine] = msgspec.msgpack.Decoder(
-    ToEngine, dec_hook=lambda kind, data: pack_tokens(data)
-).decode
+decode_to_engine: Callable[[Datagram], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine: Callable[[Datagram], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
+decode_shard_to_engine: Callable[[Datagram], ShardToEngine] = msgspec.msgpack.Decoder(
+    ShardToEngine, dec_hook=lambda kind, data: pack_tokens(data)
+).decode
+decode_engine_to_shard: Callable[[Datagram], EngineToShard] = msgspec.msgpack.Decoder(
+    EngineToShard
+).decode
 decode_to_renderer: Callable[[bytes], ToRenderer] = msgspec.msgpack.Decoder(ToRenderer).decode
 decode_from_renderer: Callable[[bytes], FromRenderer] = msgspec.msgpack.Decoder(FromRenderer).decode

@@ -1,9 +1,10 @@
-"""The core's side of a renderer process: sends texts and messages there, and gets tokens back.
+"""A renderer process as its owner sees it: sends texts and messages there, and gets tokens back.
 
 Code and patterns of a model folder that run on a client's text (tokenizer, chat template) run in
-that process under limits of time, output and memory, never in the core. A job that exceeds its time
-limit fails and its process is killed; the other jobs run again in a new process. This side runs on
-the core's event loop.
+that process under limits of time, output and memory, never in the core or a shard. A job that
+exceeds its time limit fails and its process is killed; the other jobs run again in a new process.
+This side runs on its owner's event loop: the core's, or that of each shard, which has one of its
+own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol
 
@@ -47,8 +48,6 @@ SLOTS: Mapping[Lane, int] = {"chat": 1, "short": 1, "long": 2}
 SLOW_S, MAX_SLOW = 0.25, 2
 # Characters of the longest job that counts as short: about a millisecond.
 MAX_SHORT = 2000
-# Limit on the characters of all jobs: about those of one request body.
-MAX_WAITING_SIZE = 1 << 26
 STOP_S = 2.0
 ERRORS = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
 
@@ -64,8 +63,18 @@ class TextLimits:
     char_s: float = 2e-5
     # Data beyond that of the loaded tokenizer: a text of 8 MiB takes about 1 GiB.
     memory_bytes: int = 2 << 30
-    # Limit of unfinished jobs; further ones are refused.
+    # Limits of unfinished jobs, and of their characters, about those of one request body; further
+    # jobs are refused.
     max_waiting: int = 1024
+    max_waiting_chars: int = 1 << 26
+
+    def share(self, num_shards: int) -> TextLimits:
+        """Return the limits of one shard's renderer, so that all together keep these."""
+        return replace(
+            self,
+            max_waiting=-(-self.max_waiting // num_shards),
+            max_waiting_chars=-(-self.max_waiting_chars // num_shards),
+        )
 
 
 class Asker(Protocol):
@@ -157,8 +166,9 @@ class Renderer:
         jobs = list(self._jobs())
         if len(jobs) >= self._limits.max_waiting:
             raise Overloaded(f"{len(jobs)} texts wait to be encoded")
-        if jobs and sum(each.size for each in jobs) + size > MAX_WAITING_SIZE:
-            raise Overloaded(f"texts of {MAX_WAITING_SIZE} characters wait to be encoded")
+        most = self._limits.max_waiting_chars
+        if jobs and sum(each.size for each in jobs) + size > most:
+            raise Overloaded(f"texts of {most} characters wait to be encoded")
         lane = "long" if size > MAX_SHORT else lane
         limit_s = self._limits.job_s + self._limits.char_s * size
         self._queues[lane].append(RenderJob(message, asker, size, limit_s, lane))

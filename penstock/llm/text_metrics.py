@@ -1,14 +1,20 @@
 """Metrics of a language model under vLLM's names, with `penstock:` in place of `vllm:`.
 
 Plain counters, with the time as an argument; `text_scrape` makes text of them. `OpenGenerations`
-and `EngineSupervisor` report the events. Metrics that every model has (answers, failures, refusals)
-are passed on to the model's own metrics. docs/observability.md lists all of them.
+reports the events. Each shard has its own, and the core adds them up. Metrics that every model has
+(answers, failures, refusals) are passed on to the model's own metrics. docs/observability.md lists
+all of them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from penstock.errors import Cancelled, NotReady, PenstockError
 from penstock.llm.messages import StepReport
@@ -21,23 +27,48 @@ from penstock.llm.text_scrape import (
     token_bounds,
 )
 from penstock.serving.metrics import Histogram, ModelMetrics
+from penstock.serving.metrics_record import HistogramRecord, add_histogram, record_histogram
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
-    from penstock.llm.messages import Ready
+    from penstock.wire.frames import EngineReady
 
 # Finish reasons, as in vLLM.
 REASONS = ("stop", "length", "abort", "error")
-# Totals of an engine that has not reported yet.
-NOTHING = StepReport([], 0, 0, 0, 0, 0.0)
+# Attributes that are added up over shards.
+SUMMED = (
+    "num_prompt_tokens", "num_generated_tokens", "num_asked", "num_cached", "num_preemptions",
+)  # fmt: skip
+HISTOGRAMS = (
+    "first_token_s", "next_token_s", "mean_token_s", "request_s", "queue_s", "prompt_tokens",
+    "generated_tokens", "step_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TextRecord:
+    """What one shard has counted for one language model."""
+
+    sums: dict[str, int]
+    num_ended: dict[str, int]
+    histograms: dict[str, HistogramRecord]
+    # As the engine told it last, and when, by the monotonic clock; -inf: the shard is idle.
+    num_running: int
+    num_waiting: int
+    cache_use: float
+    reported_at: float
+
+
+decode_record = msgspec.msgpack.Decoder(TextRecord).decode
 
 
 class TextMetrics:
-    """Metrics of one language model, across restarts of its engine."""
+    """Metrics of one language model in one shard, across restarts of its engine."""
 
     def __init__(self, model: ModelMetrics) -> None:
         self.model = model
         model.others = partial(scrape, self, model)
+        model.record_others = self._record
         self.num_running = self.num_waiting = 0
         # Share of KV blocks in use.
         self.cache_use = 0.0
@@ -55,36 +86,63 @@ class TextMetrics:
         self.prompt_tokens = Histogram(())
         self.generated_tokens = Histogram(())
         self.step_tokens = Histogram(STEP_TOKENS)
-        self.last_report = NOTHING
+        # Time of the engine's last report; -inf: no request is open.
+        self._reported_at = -math.inf
         self._num_blocks = 0
 
     # The engine.
 
-    def loaded(self, ready: Ready) -> None:
-        """Reset the totals for a new engine."""
-        self.last_report = NOTHING
+    def loaded(self, ready: EngineReady) -> None:
         self._num_blocks = ready.num_blocks
         bounds = token_bounds(ready.max_length)
         if bounds != self.prompt_tokens.bounds:
             self.prompt_tokens, self.generated_tokens = Histogram(bounds), Histogram(bounds)
 
-    def step(self, report: StepReport) -> None:
-        last = self.last_report
+    def step(self, report: StepReport, now: float) -> None:
+        self._reported_at = now
         self.num_running, self.num_waiting = report.num_running, report.num_waiting
         self.cache_use = 1 - report.num_free_blocks / self._num_blocks if self._num_blocks else 0.0
-        self.num_preemptions += report.num_preemptions - last.num_preemptions
-        self.num_asked += report.num_asked - last.num_asked
-        self.num_cached += report.num_cached - last.num_cached
-        if report.num_computed > last.num_computed:
-            self.step_tokens.add(report.num_computed - last.num_computed)
+        self.num_preemptions += report.num_preemptions
+        self.num_asked += report.num_asked
+        self.num_cached += report.num_cached
+        if report.num_computed:
+            self.step_tokens.add(report.num_computed)
         for wait_s in report.waits_s:
             self.queue_s.add(wait_s)
-        self.last_report = report
 
     def idle(self) -> None:
         """Zero the gauges: no client waits, and the engine aborts what it still has."""
         self.num_running = self.num_waiting = 0
         self.cache_use = 0.0
+        self._reported_at = -math.inf
+
+    # Shards.
+
+    def _record(self) -> bytes:
+        record = TextRecord(
+            {name: getattr(self, name) for name in SUMMED},
+            dict(self.num_ended),
+            {name: record_histogram(getattr(self, name)) for name in HISTOGRAMS},
+            self.num_running,
+            self.num_waiting,
+            self.cache_use,
+            self._reported_at,
+        )
+        return msgspec.msgpack.encode(record)
+
+    def add(self, counted: Sequence[TextRecord]) -> None:
+        """Add what shards have counted. What the engine told one of them last is true for all."""
+        for each in counted:
+            for name, value in each.sums.items():
+                setattr(self, name, getattr(self, name) + value)
+            for reason, count in each.num_ended.items():
+                self.num_ended[reason] += count
+            for name, histogram in each.histograms.items():
+                add_histogram(getattr(self, name), histogram)
+            if each.reported_at > self._reported_at:
+                self._reported_at = each.reported_at
+                self.num_running, self.num_waiting = each.num_running, each.num_waiting
+                self.cache_use = each.cache_use
 
     # Requests.
 

@@ -1,6 +1,6 @@
 """A child process with the socket to it, on an event loop: frames in and out, and its end.
 
-Workers, fronts, engines and renderers are children. Knows nothing of what the frames say.
+Workers, shards, engines and renderers are children. Knows nothing of what the frames say.
 """
 
 from __future__ import annotations

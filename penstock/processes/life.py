@@ -1,6 +1,6 @@
 """A child process that serves this one: started by exec, watched, and killed with all it forked.
 
-Workers, fronts, engines and renderers run this way. `start` is the child's side.
+Workers, shards, engines and renderers run this way. `start` is the child's side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ END_S = 2.0
 
 
 class ProcessLife:
-    """A worker in its own process: spawned by exec, never only forked; dies with the core. Fronts
+    """A worker in its own process: spawned by exec, never only forked; dies with the core. Shards
     run the same way, with another `module`. It leads a process group, which is killed with it."""
 
     _reaper: ClassVar[Reaper] = Reaper()

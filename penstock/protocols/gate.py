@@ -34,11 +34,11 @@ _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/\[\]]+))
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Scopes by the digest of the secret; the secrets themselves are not kept. `names` are for
-    logs; front processes have none."""
+    logs; shards have none."""
 
     scopes: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
     names: Mapping[bytes, str] = field(default_factory=dict)
-    # Only keys with a quota are listed. The core enforces them; fronts do not.
+    # Only keys with a quota are listed. The core keeps them, also for shards.
     quotas: Mapping[bytes, Quota] = field(default_factory=dict)
 
 

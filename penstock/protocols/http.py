@@ -53,7 +53,7 @@ JSON = b"Content-Type: application/json\r\n"
 
 
 class Peer(Protocol):
-    """The sender of a message: a connection, or the front that holds it."""
+    """The sender of a message: a connection, or the shard that holds it."""
 
     @property
     def num_unsent(self) -> int:

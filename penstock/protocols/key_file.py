@@ -22,7 +22,7 @@ from penstock.serving.quotas import Quota
 
 EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
 MIN_SECRET = 16
-# All keys go to a front process in one frame.
+# All keys go to a shard in one frame.
 MAX_KEYS = 4096
 # Quotas and the largest value of each.
 QUOTAS = {"requests_per_s": 1e9, "tokens_per_s": 1e9, "queue_share": 1.0}

@@ -1,4 +1,4 @@
-"""The link between the core and a front process: a socket of frames, and tensors in parcels.
+"""The link between the core and a shard: a socket of frames, and bodies in parcels.
 
 Each side writes to its own segment and reads the other's: `Outbox` writes, `unpack` reads, and
 `Line` sends the frames. All of it belongs to one event loop. Also explains why a port is
@@ -142,7 +142,7 @@ class Outbox:
         if nbytes > self._extents.capacity:
             raise TooLarge(
                 f"the tensors take {nbytes} bytes, more than the {self._extents.capacity} that "
-                "this front has for them"
+                "there are for them"
             )
         has_to_wait = self._waiting and nbytes > INLINE_BYTES
         parcel = None if has_to_wait else self._pack(tensors)

@@ -2,7 +2,7 @@
 
 The gate reads the scope of a row and the router calls the handler of the same row, so a request can
 never be checked as one route and answered as another. A path without a row is not found; there is
-no default scope. Core, front processes and metrics port all look up paths here; `/openapi.json` is
+no default scope. Core, shards and metrics port all look up paths here; `/openapi.json` is
 made from it.
 """
 

@@ -1,10 +1,11 @@
 """A shard in its own process: HTTP, gRPC and the requests of all models, for when one event loop is
 the bottleneck.
 
-Started by `protocols.fronts` as `python -m penstock.protocols.shard_main FD PARENT`. It accepts
-connections from listeners that the core has made, decodes, queues and batches inferences, and sends
-them to the workers itself (`serving.shard`). All other routes and methods go to the core, so that
-answers do not depend on the process. Exits when the core says so or has exited.
+Started by `protocols.shard_processes` as `python -m penstock.protocols.shard_main FD PARENT`. It
+accepts connections from listeners that the core has made, decodes, queues and batches inferences,
+and sends them to the workers itself (`serving.shard`). It tokenizes texts, sends them to the
+engines of language models, and streams the answers. All other routes and methods go to the core, so
+that answers do not depend on the process. Exits when the core says so or has exited.
 """
 
 from __future__ import annotations
@@ -20,34 +21,43 @@ from functools import partial
 
 import uvloop
 
-from penstock.config import HttpLimits, TlsConfig
+from penstock.config import HttpLimits, ModelConfig, TlsConfig
 from penstock.errors import QuotaExceeded
+from penstock.llm.language_model import LanguageModel
+from penstock.llm.open_generations import TextShard
 from penstock.protocols import access_log
+from penstock.protocols.core_client import CoreClient, begin, gate_of
+from penstock.protocols.forwarding import Forwarding
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.http import Exchange
-from penstock.protocols.http_front import SWITCH_S, Forwarding, finish
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.infer_grpc import InferRpcs
 from penstock.protocols.infer_http import InferCall
 from penstock.protocols.leased_rates import LeasedRates
 from penstock.protocols.listener import Listener
 from penstock.protocols.openai_http import OpenAiHttp
-from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route import Match
 from penstock.protocols.tls import H2, HTTP_1, TlsFiles, watch
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import LocalInference, Parked, V2Http
+from penstock.serving.core_link import EngineCore, EnginePart
 from penstock.serving.leases import IDLE_S
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.model_table import ModelTable
+from penstock.serving.served import Served
 from penstock.serving.shard import Shard
 from penstock.serving.shared_page import Heartbeat
+from penstock.serving.shared_tokens import SharedTokens
 from penstock.wire import frames
 
 # Interval between heartbeats on the shared page.
 BEAT_S = 0.25
+# GIL switch interval: threads that inflate bodies must yield quickly to the event loop.
+SWITCH_S = 0.0005
+# Time for clients to read their last answers.
+STOP_GRACE_S = 2.0
 # Handlers of routes that use models directly.
 DIRECT = frozenset(("openai", "generate", "generate_stream"))
 
@@ -57,21 +67,20 @@ class ShardRouter:
 
     def __init__(
         self,
-        remote: Remote,
+        core: CoreClient,
         table: ModelTable,
         lifecycle: Lifecycle,
         gate: Gate,
         rates: LeasedRates,
         logs_requests: bool,
     ) -> None:
-        self._remote = remote
+        self._core = core
         openai = OpenAiHttp(table, lambda: lifecycle.is_draining, logs_requests)
         generate = GenerateHttp(table, lambda: lifecycle.is_draining, logs_requests)
         handlers = (openai.handle, generate.handle)
         self._table, self._gate, self._rates = table, gate, rates
         self._local = local = LocalInference(table, lifecycle, logs_requests, *handlers, gate)
-        self.refuse, self.infer, self.prepare = local.refuse, local.infer, local.prepare
-        self.refused = local.refused
+        self.infer, self.prepare, self.refused = local.infer, local.prepare, local.refused
         # Messages that have waited for a token and may go on, or why not.
         self._decided: dict[Exchange, QuotaExceeded | None] = {}
         self.handle: Callable[[Exchange], None] = lambda exchange: None
@@ -102,27 +111,26 @@ class ShardRouter:
         if match.route.handler in DIRECT and exchange.head.method == b"POST":
             self._admit(self._gate.caller(exchange.head.headers), exchange)
         if not self._local.handle_directly(exchange, match):
-            Forwarding(self._remote, exchange).start()
+            Forwarding(self._core, exchange).start()
 
     async def close(self) -> None:
         """Do nothing: nothing here outlives its exchange."""
 
 
-async def serve(remote: Remote, settings: frames.OpenFront) -> None:
+async def serve(core: CoreClient, settings: frames.OpenShard) -> None:
     """Answer until the core says Stop, let accepted requests finish, then close."""
     sys.setswitchinterval(SWITCH_S)
     logs_requests = settings.logs_requests
     if logs_requests:
         access_log.log.setLevel(logging.INFO)
-    assert remote.page is not None and settings.shard is not None
     limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings), Lifecycle()
-    page, number = remote.page, settings.shard
-    shard, rates = Shard(remote.send, page, number), LeasedRates(remote.send)
-    router = ShardRouter(remote, shard.table, lifecycle, gate, rates, logs_requests)
+    shard = make_shard(core, settings)
+    rates = LeasedRates(core.send)
+    router = ShardRouter(core, shard.table, lifecycle, gate, rates, logs_requests)
     v2 = V2Http(router, limits, gate, logs_requests)
     http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare, v2.rejected)
     infer = InferRpcs(shard.table, lifecycle, gate, logs_requests, rates.take)
-    service = GrpcService(infer, remote.manage, gate)
+    service = GrpcService(infer, core.manage, gate)
     grpc = None
     if settings.grpc is not None:
         grpc = GrpcServer(service.methods(), settings.grpc, gate, limits)
@@ -138,25 +146,25 @@ async def serve(remote: Remote, settings: frames.OpenFront) -> None:
             grpc.go_away()
             service.drain()
 
-    remote.on_keys, remote.on_drain = use_keys, drain
+    core.on_keys, core.on_drain = use_keys, drain
     router.handle = v2.handle
     rates.replace(settings.rates)
-    remote.on_rates, remote.on_leased = rates.replace, rates.leased
+    core.on_rates, core.on_leased = rates.replace, rates.leased
     shard.table.set_shares(settings.shares)
-    remote.on_shares = shard.table.set_shares
-    remote.on_part, remote.on_question = shard.receive, shard.answer
+    core.on_shares = shard.table.set_shares
+    core.on_part, core.on_question = shard.receive, shard.answer
     shard.regions.is_allowed = settings.allows_regions
-    remote.on_region, remote.on_region_closed = shard.regions.open, shard.regions.close
-    remote.count_connections = lambda: sum(each.num_connections for each in servers)
+    core.on_region, core.on_region_closed = shard.regions.open, shard.regions.close
+    core.count_connections = lambda: sum(each.num_connections for each in servers)
 
-    remote.on_move = partial(move_clients, servers)
-    beating = show_use(shard.published, servers, partial(page.beat, number))
+    core.on_move = partial(move_clients, servers)
+    beating = show_use(shard.published, servers, partial(core.page.beat, settings.shard))
     tasks = [asyncio.create_task(give_back(rates)), asyncio.create_task(beating)]
-    for server, listener, protocol in zip(servers, remote.listeners, (HTTP_1, H2), strict=False):
+    for server, listener, protocol in zip(servers, core.listeners, (HTTP_1, H2), strict=False):
         files, context = load_tls(settings.tls, protocol)
         accepting = accept(shard.published, server, listener, files, context)
         tasks.append(asyncio.create_task(accepting))
-    await remote.serve_until_stopped(settings.port)
+    await core.serve_until_stopped()
     for task in tasks:
         task.cancel()
     drain()
@@ -191,6 +199,32 @@ def move_clients(servers: Sequence[Listener], count: int) -> None:
     """Ask up to so many clients to connect again; other shards will get them."""
     for server in servers:
         count -= server.move(count)
+
+
+def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
+    """Create the shard's models, and connect those of language with the quotas of the core."""
+    tokens = SharedTokens(core.send, asyncio.get_running_loop().call_soon)
+    tokens.replace(settings.token_rates)
+    core.on_token_rates, core.on_tokens = tokens.replace, tokens.taken
+
+    def make_text(config: ModelConfig, engine: EngineCore) -> tuple[Served, EnginePart]:
+        place = TextShard(engine, tokens, core.page.layout.num_shards)
+        model = LanguageModel(config, quotas=shard.table.quotas, shard=place)
+        return model, model.part
+
+    shard = Shard(core.send, core.page, settings.shard, make_text)
+    return shard
+
+
+async def finish(servers: Sequence[Listener]) -> None:
+    """Wait for answers that the core has sent but that are not written yet."""
+    try:
+        async with asyncio.timeout(STOP_GRACE_S):
+            while any(server.num_running for server in servers):
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pass
+    await asyncio.gather(*(server.settle() for server in servers))
 
 
 def load_tls(tls: TlsConfig | None, protocol: str) -> tuple[TlsFiles | None, ssl.SSLContext | None]:

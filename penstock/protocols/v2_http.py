@@ -1,7 +1,7 @@
 """KServe v2 / Triton over HTTP: admits messages and routes them, inference to its model.
 
 Only translates: paths to Servables, bytes to requests (`wire.v2`), errors to statuses by one table.
-The core and the front processes share this code; they differ only in their `Router`.
+The core and the shards share this code; they differ only in their `Router`.
 """
 
 from __future__ import annotations
@@ -64,10 +64,6 @@ class Router(Protocol):
     def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
         """Return memory for the body of an inference request; None: it is read as any other."""
 
-    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
-        """Answer an inference request whose head or encoding is wrong. False: it is left to another
-        process, which also logs it."""
-
     def other(self, exchange: Exchange, match: Match) -> None:
         """Handle anything but inference."""
 
@@ -121,10 +117,6 @@ class LocalInference:
             error = Unsupported(str(error))
         with contextlib.suppress(NotFound, NotReady):
             self._catalog.find(call.model_name, call.model_version).refused(error, received)
-
-    def refuse(self, exchange: Exchange, error: Refusal) -> bool:
-        reply_error(exchange, error)
-        return True
 
     def prepare(self, call: InferCall, json_bytes: int, num_bytes: int) -> LongBody | None:
         if self._lifecycle.is_draining:
@@ -195,7 +187,7 @@ class Models:
             handle_generate,
             gate,
         )
-        self.count, self.refuse, self.refused = local.count, local.refuse, local.refused
+        self.count, self.refused = local.count, local.refused
         self.infer, self.prepare = local.infer, local.prepare
         self._tasks = HandlerTasks()
         self._handlers = {**make_handlers(management), **(pages or {})}
@@ -287,13 +279,10 @@ class V2Http:
     def _refuse(self, exchange: Exchange, call: object, error: Refusal) -> None:
         """Answer a message that never reached a model, and write it to the access log."""
         path = exchange.head.path
+        what = {"path": short_path(exchange.head)}
         if isinstance(call, InferCall):
             what = {"model": call.model_name}
-            if not self._router.refuse(exchange, error):
-                return
-        else:
-            what = {"path": short_path(exchange.head)}
-            reply_error(exchange, error)
+        reply_error(exchange, error)
         if self._logs_requests:
             access_log.refused("http", what, exchange.received, error, path)
 

@@ -24,7 +24,7 @@ from penstock.serving.placement import Share
 from penstock.serving.quotas import Quotas
 from penstock.serving.scrape import Pending
 from penstock.serving.served import ModelProcess, Served
-from penstock.serving.shards import ShardedModel, Shards
+from penstock.serving.shards import ShardedModel, ShardedVersion, Shards
 from penstock.serving.supervisor import load_timeout_text
 from penstock.wire import frames
 from penstock.wire.documented import IndexRow
@@ -235,7 +235,9 @@ class Catalog(ModelTable):
 
     def _published(self) -> frames.Publish:
         models = {
-            name: tuple(each.number for each in versions.values() if isinstance(each, ShardedModel))
+            name: tuple(
+                each.number for each in versions.values() if isinstance(each, ShardedVersion)
+            )
             for name, versions in self._models.items()
         }
         failures = {name: failure.problems for name, failure in self._failures.items()}

@@ -1,6 +1,7 @@
 """How the core and a shard talk about one model.
 
-The core has the model's workers (`ModelHost`), a shard has its requests (`Model`). With one shard,
+The core has the model's workers (`ModelHost`), a shard has its requests (`Model`). Of a language
+model the core has the engine, and a shard the generations (`EnginePart`). With one shard,
 both are on one event loop and call each other directly. Messages are frames of `wire.frames`, so
 shards in processes of their own can send them.
 """
@@ -66,6 +67,22 @@ class CoreLink(Protocol):
 
     def left(self, index: int, life: int) -> None:
         """Report that a leaving worker has answered everything."""
+
+
+class EnginePart(Protocol):
+    """A shard's part of a language model, as the core calls it."""
+
+    def set_engine(self, engine: frames.SetEngine, sock: socket.socket) -> None:
+        """Use a ready engine; takes over the socket to it."""
+
+    def engine_ended(self, ended: frames.EngineEnded) -> None: ...
+
+
+class EngineCore(Protocol):
+    """The core, as a shard's part of a language model calls it."""
+
+    def engine_hung(self, life: int, silent_s: float) -> None:
+        """Report that the engine said nothing for so long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,8 @@ class PaceState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process between clients and batcher: the core, or a front. `busy` is its recent share of
-    one core; `num_connections` is None if unknown."""
+    """A process that takes requests: the core, or a shard. `busy` is its recent share of one core;
+    `num_connections` is None if unknown."""
 
     name: str
     pid: int
@@ -136,26 +136,13 @@ class Explanation:
 
 def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
     """Return sentences about event loops that are the bottleneck; the core is the first process."""
-    core, *others = processes
-    http = [front for front in others if front.name.startswith("HTTP")]
-    shards = [each for each in others if each.name.startswith("shard")]
+    core, *shards = processes
     found = []
-    if core.busy >= BUSY and not http and not shards:
+    if core.busy >= BUSY and not shards:
         found.append(
-            f"The core's event loop takes {core.busy:.0%} of a core and answers HTTP itself: "
+            f"The core's event loop takes {core.busy:.0%} of a core and takes all requests itself: "
             "penstock serve --shards N leaves that to N processes."
         )
-    elif core.busy >= BUSY and http:
-        found.append(
-            f"The core's event loop takes {core.busy:.0%} of a core, beside {len(http)} HTTP "
-            "fronts: more rows in a request would cost it less than more requests."
-        )
-    found += [
-        f"{front.name} takes {front.busy:.0%} of a core: more of them (--fronts) would share its "
-        "clients."
-        for front in http
-        if front.busy >= BUSY
-    ]
     found += [
         f"{each.name} takes {each.busy:.0%} of a core: more of them (--shards) would share its "
         "clients."

@@ -1,6 +1,6 @@
 """The management API: health, metadata, configuration, statistics, metrics and model control.
 
-Knows no protocol: HTTP handlers and front processes translate a call into a `ManagementCall` and
+Knows no protocol: HTTP handlers and shards translate a call into a `ManagementCall` and
 get JSON back, or an error. Runs on the core's event loop. It reads the catalog, and changes which
 models are loaded only through `Control`.
 """
@@ -25,7 +25,7 @@ from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.metrics import Labels
 from penstock.serving.region_registry import Kind, RegionRegistry
-from penstock.serving.scrape import FrontUse, ProcessUsage, cpu_s, expose
+from penstock.serving.scrape import ProcessUsage, ShardUse, cpu_s, expose
 from penstock.serving.served import Served
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
@@ -63,7 +63,7 @@ class ManagementCall:
 
 
 class ManagementApi:
-    """Answers calls with JSON; raises PenstockError to refuse. `fronts` returns the front
+    """Answers calls with JSON; raises PenstockError to refuse. `shards` returns their
     processes. Health needs no key; with `tells_reasons` it says why the server is not ready,
     otherwise it only names the models."""
 
@@ -74,7 +74,7 @@ class ManagementApi:
         lifecycle: Lifecycle | None = None,
         server_id: str = "penstock",
         tells_reasons: bool = True,
-        fronts: Callable[[], Sequence[FrontUse]] = lambda: (),
+        shards: Callable[[], Sequence[ShardUse]] = lambda: (),
     ) -> None:
         self.catalog = catalog
         self.control = control
@@ -82,7 +82,7 @@ class ManagementApi:
         self.server_id = server_id
         self.usage = ProcessUsage()
         self._tells_reasons = tells_reasons
-        self._fronts = fronts
+        self._shards = shards
         self.regions = RegionRegistry(catalog.regions, catalog.shards)
         # Returns how many shards there are, and why.
         self.describe_shards: Callable[[], str] = lambda: ""
@@ -189,14 +189,14 @@ class ManagementApi:
         await self.catalog.refresh()
         # Reading /proc takes a moment per process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
-        return expose(self.catalog.pending(), host, self._fronts(), self.regions.usage())
+        return expose(self.catalog.pending(), host, self._shards(), self.regions.usage())
 
     async def _processes(self) -> list[ProcessState]:
-        """Return the core and the fronts, with their CPU use over BUSY_S."""
+        """Return the core and the shards, with their CPU use over BUSY_S."""
         shown = [ProcessState("core", os.getpid(), 0.0)]
-        for front in self._fronts():
-            if front.pid:
-                shown.append(ProcessState(front.name, front.pid, 0.0, front.num_connections))
+        for shard in self._shards():
+            if shard.pid:
+                shown.append(ProcessState(shard.name, shard.pid, 0.0, shard.num_connections))
         pids = [each.pid for each in shown]
         before, began = await asyncio.to_thread(cpu_s, pids), time.monotonic()
         await asyncio.sleep(BUSY_S)
@@ -209,10 +209,9 @@ class ManagementApi:
 
     def _members(self) -> Iterator[tuple[int, Labels]]:
         """Yield the other processes of this server, with their labels in a scrape."""
-        for front in self._fronts():
-            if front.pid:
-                number = {"front": front.front} if front.front else {}
-                yield front.pid, {"process": front.kind, **number}
+        for shard in self._shards():
+            if shard.pid:
+                yield shard.pid, {"process": "shard", **shard.labels}
         for model in self.catalog:
             for process in model.processes:
                 if process.pid:

@@ -112,6 +112,8 @@ class ModelMetrics:
         self.load_s = 0.0
         # Returns the metrics that only models of its kind have.
         self.others: Callable[[], Sequence[ScrapeLines]] = tuple
+        # Returns them for another process, which adds them up.
+        self.record_others: Callable[[], bytes] = bytes
 
     def fold(
         self,

@@ -30,9 +30,11 @@ class MetricsRecord:
     batches: dict[int, tuple[int, float, float, float]]
     batch_tokens: HistogramRecord
     last_inference: float
+    # What only models of its kind have, in a form of their own.
+    others: bytes = b""
 
 
-def _histogram(histogram: Histogram) -> HistogramRecord:
+def record_histogram(histogram: Histogram) -> HistogramRecord:
     return HistogramRecord(list(histogram.counts), histogram.total)
 
 
@@ -41,14 +43,22 @@ def record(metrics: ModelMetrics) -> MetricsRecord:
         {name: getattr(metrics, name) for name in SUMMED},
         dict(metrics.num_failures),
         dict(metrics.num_refused),
-        {name: _histogram(each) for name, each in metrics.phases.items()},
+        {name: record_histogram(each) for name, each in metrics.phases.items()},
         {
             size: (each.count, each.input_s, each.infer_s, each.output_s)
             for size, each in metrics.batches.items()
         },
-        _histogram(metrics.batch_tokens),
+        record_histogram(metrics.batch_tokens),
         metrics.last_inference,
+        metrics.record_others(),
     )
+
+
+def add_histogram(histogram: Histogram, counted: HistogramRecord) -> None:
+    """Add a histogram with the same bounds; one without any counts nothing."""
+    if len(counted.counts) == len(histogram.counts):
+        histogram.counts = [a + b for a, b in zip(histogram.counts, counted.counts, strict=True)]
+        histogram.total += counted.total
 
 
 def add(metrics: ModelMetrics, counted: MetricsRecord) -> None:
@@ -63,8 +73,7 @@ def add(metrics: ModelMetrics, counted: MetricsRecord) -> None:
             counts[reason] = counts.get(reason, 0) + count
     histograms = [(metrics.phases[name], each) for name, each in counted.phases.items()]
     for histogram, each in (*histograms, (metrics.batch_tokens, counted.batch_tokens)):
-        histogram.counts = [a + b for a, b in zip(histogram.counts, each.counts, strict=True)]
-        histogram.total += each.total
+        add_histogram(histogram, each)
     for size, (count, input_s, infer_s, output_s) in counted.batches.items():
         batch = metrics.batches.setdefault(size, BatchStatistics())
         batch.count += count

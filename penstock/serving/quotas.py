@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.errors import QuotaExceeded
 from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
@@ -73,6 +74,32 @@ class Bucket:
 def rate_exceeded(rate: float, wait_s: float) -> QuotaExceeded:
     text = f"the API key may send {rate:g} requests/s"
     return QuotaExceeded(f"{text}; retry in {wait_s:.3g} s", wait_s)
+
+
+def tokens_exceeded(rate: float, wait_s: float) -> QuotaExceeded:
+    text = f"the API key may use {rate:g} tokens/s, prompts and answers together"
+    return QuotaExceeded(f"{text}; retry in {wait_s:.3g} s", wait_s)
+
+
+class TokenQuotas(Protocol):
+    """Tokens of API keys, as language models use them."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any key has a quota."""
+
+    def start_prompt(
+        self,
+        caller: bytes,
+        num_tokens: int,
+        now: float,
+        decided: Callable[[QuotaExceeded | None], None],
+    ) -> bool:
+        """Count the tokens of a prompt. QuotaExceeded if the key has used up its tokens. False:
+        `decided` is called later, with None or why not."""
+
+    def use_tokens(self, caller: bytes, num_tokens: int, now: float) -> None:
+        """Count tokens of an answer."""
 
 
 def _bucket(
@@ -160,14 +187,35 @@ class Quotas:
             return amount, 0.0
         return bucket.lease(amount, now), bucket.wait_s(now)
 
-    def check_tokens(self, caller: bytes, now: float) -> None:
-        """Raise QuotaExceeded if the key has used up its tokens. The length of an answer is unknown
-        in advance, so a request may overdraw the quota; later ones are refused until it refills."""
+    @property
+    def token_rates(self) -> dict[bytes, float]:
+        """Tokens per second of the keys that have a limit."""
+        quotas = self._quotas.items()
+        return {k: each.tokens_per_s for k, each in quotas if each.tokens_per_s is not None}
+
+    def take_tokens(self, caller: bytes, num_tokens: int, now: float) -> float:
+        """Count the tokens of a prompt and return 0; if the key has used up its tokens, return how
+        long. The length of an answer is unknown in advance, so a request may overdraw the quota;
+        later ones are refused until it refills."""
         bucket = self._token_bucket(caller, now)
-        if bucket is not None and (wait_s := bucket.wait_s(now)) > 0:
-            rate = f"{self._quotas[caller].tokens_per_s:g} tokens/s"
-            text = f"the API key may use {rate}, prompts and answers together"
-            raise QuotaExceeded(f"{text}; retry in {wait_s:.3g} s", wait_s)
+        if bucket is None:
+            return 0.0
+        if (wait_s := bucket.wait_s(now)) > 0:
+            return wait_s
+        bucket.take(num_tokens, now)
+        return 0.0
+
+    def start_prompt(
+        self,
+        caller: bytes,
+        num_tokens: int,
+        now: float,
+        decided: Callable[[QuotaExceeded | None], None],
+    ) -> bool:
+        """As in `TokenQuotas`; decides at once."""
+        if (wait_s := self.take_tokens(caller, num_tokens, now)) > 0:
+            raise tokens_exceeded(self._quotas[caller].tokens_per_s or 0.0, wait_s)
+        return True
 
     def use_tokens(self, caller: bytes, num_tokens: int, now: float) -> None:
         """Count tokens of a prompt or an answer."""

@@ -69,7 +69,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """Use of one process. Its `process` label: core, worker, http_front or shard."""
+    """Use of one process. Its `process` label: core, worker or shard."""
 
     labels: Labels
     resident_bytes: int
@@ -88,25 +88,22 @@ class HostUse:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontUse:
-    """A front process. `front` numbers it if there are several; `num_connections` None: unknown."""
+class ShardUse:
+    """The process of a shard, by its number from 1."""
 
-    protocol: str
+    shard: str
     num_restarts: int
-    front: str = ""
-    num_connections: int | None = None
+    num_connections: int
     # In the log.
     name: str = ""
     # 0 while no process runs.
     pid: int = 0
-    # Its `process` label.
-    kind: str = ""
-    # Whether a shard accepts new connections; None for fronts, which all do.
-    accepts: bool | None = None
+    # Whether it accepts new connections.
+    accepts: bool = True
 
     @property
     def labels(self) -> Labels:
-        return {"protocol": self.protocol, **({"front": self.front} if self.front else {})}
+        return {"shard": self.shard}
 
 
 LabelledModel = tuple[Labels, Pending]
@@ -142,13 +139,13 @@ GPU_METRICS = (
 def expose(
     models: Iterable[Pending],
     host: HostUse | None = None,
-    fronts: Sequence[FrontUse] = (),
+    shards: Sequence[ShardUse] = (),
     regions: Mapping[str, tuple[int, int]] | None = None,
 ) -> bytes:
     """Render the text of a scrape. `regions` are the number and bytes of clients' shared memory, by
     kind."""
     items = [(model.metrics.labels, model) for model in models]
-    optional = [*_optional(items), *_fronts(fronts), *_regions(regions or {})]
+    optional = [*_optional(items), *_shards(shards), *_regions(regions or {})]
     optional += [] if host is None else _host(host)
     families = [*_of_every_model(items), *(family for family in optional if family.lines)]
     text, version = "The version that runs; always 1", {"version": penstock.__version__}
@@ -226,16 +223,16 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
     yield from shared.values()
 
 
-def _fronts(fronts: Sequence[FrontUse]) -> Iterator[ScrapeLines]:
-    restarts = [(front.labels, front.num_restarts) for front in fronts]
-    text = "Protocol processes started again after a death"
-    yield ScrapeLines.of("penstock_front_restarts", text, "counter", restarts)
-    counts = [(each.labels, each.num_connections) for each in fronts]
-    text = "Clients connected to each protocol process"
-    yield ScrapeLines.of("penstock_front_connections", text, "gauge", counts)
-    accepts = [(each.labels, int(each.accepts)) for each in fronts if each.accepts is not None]
+def _shards(shards: Sequence[ShardUse]) -> Iterator[ScrapeLines]:
+    restarts = [(each.labels, each.num_restarts) for each in shards]
+    text = "Shards started again after a death"
+    yield ScrapeLines.of("penstock_shard_restarts", text, "counter", restarts)
+    counts = [(each.labels, each.num_connections) for each in shards]
+    text = "Clients connected to each shard"
+    yield ScrapeLines.of("penstock_shard_connections", text, "gauge", counts)
+    accepts = [(each.labels, int(each.accepts)) for each in shards]
     text = "Whether a shard accepts new connections (0 or 1)"
-    yield ScrapeLines.of("penstock_front_accepts", text, "gauge", accepts)
+    yield ScrapeLines.of("penstock_shard_accepts", text, "gauge", accepts)
 
 
 def _regions(regions: Mapping[str, tuple[int, int]]) -> Iterator[ScrapeLines]:

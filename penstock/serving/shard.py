@@ -2,7 +2,8 @@
 
 A shard admits, queues and batches requests; workers, load state and verdicts are the core's. Here
 are the shard's ends of both: answers to the core's questions, and a `CoreLink` per stage that sends
-frames. Knows no protocol and no socket. Belongs to the shard's event loop.
+frames. Of a language model a shard has the generations, and the core the engine. Knows no protocol
+and no socket. Belongs to the shard's event loop.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.config import ModelConfig
+from penstock.config import LLM, ModelConfig
 from penstock.errors import NotFound
-from penstock.serving.core_link import ModelPart, ShardSetup
+from penstock.serving.core_link import EngineCore, EnginePart, ModelPart, ShardSetup
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics_record import MetricsRecord, record
 from penstock.serving.model import Model
 from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.pipeline import StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota
+from penstock.serving.served import Served
 from penstock.serving.shared_page import PageElsewhere, SharedPage, slots_of_workers
 from penstock.wire import frames
 
@@ -82,6 +84,21 @@ class RemoteCore:
         self._send(frames.FromPart(self._part, message))
 
 
+class RemoteEngineCore:
+    """The core in another process: `EngineCore` of one language model, by frames."""
+
+    def __init__(self, part: int, send: Callable[[frames.Frame], None]) -> None:
+        self._part = part
+        self._send = send
+
+    def engine_hung(self, life: int, silent_s: float) -> None:
+        self._send(frames.FromPart(self._part, frames.EngineHung(life, silent_s)))
+
+
+# Creates this shard's part of a language model, and what hears of its engine.
+MakeText = Callable[[ModelConfig, EngineCore], tuple[Served, EnginePart]]
+
+
 class ShardTable(ModelTable):
     """The published models: a copy of the core's table. Of the quotas, only shares of queues are
     checked here: requests per second are leased."""
@@ -89,7 +106,7 @@ class ShardTable(ModelTable):
     def set_shares(self, shares: Mapping[bytes, float]) -> None:
         self.quotas.replace({key: Quota(queue_share=share) for key, share in shares.items()})
 
-    def publish(self, frame: frames.Publish, models: dict[int, Model | StagePipeline]) -> None:
+    def publish(self, frame: frames.Publish, models: Mapping[int, Served]) -> None:
         self._models = {}
         for name, numbers in frame.models.items():
             # A model that is not open here any more is being retired: the server shuts down.
@@ -106,33 +123,45 @@ class ShardTable(ModelTable):
 
 class Shard:
     """`table` is what requests find. `published` is set when the core has published it first. On
-    the `page`, the cells of this `number` are its own."""
+    the `page`, the cells of this `number` are its own. `make_text` creates language models."""
 
-    def __init__(self, send: Callable[[frames.Frame], None], page: SharedPage, number: int) -> None:
+    def __init__(
+        self,
+        send: Callable[[frames.Frame], None],
+        page: SharedPage,
+        number: int,
+        make_text: MakeText | None = None,
+    ) -> None:
         self._send = send
+        self._make_text = make_text
         self._page = page
         self._number = number
         self._loop = asyncio.get_running_loop()
         self.table = ShardTable()
         self.regions = self.table.regions
         self.published = asyncio.Event()
-        self._models: dict[int, Model | StagePipeline] = {}
+        self._models: dict[int, Served] = {}
         self._numbers: dict[int, tuple[int, ...]] = {}
         self._parts: dict[int, tuple[ModelPart, RemoteCore]] = {}
+        self._engine_parts: dict[int, EnginePart] = {}
         self._epoch = -1
         self._ticker = self._loop.call_later(TICK_S, self._tick)
 
     def receive(self, frame: frames.ToPart, sock: socket.socket | None = None) -> None:
-        """Hear what the core says about a stage; `sock` comes with SetWorker."""
-        if frame.part not in self._parts:
+        """Hear what the core says about a stage; `sock` comes with SetWorker and SetEngine."""
+        if frame.part in self._engine_parts:
+            self._hear_engine(self._engine_parts[frame.part], frame.message, sock)
+        elif frame.part not in self._parts:
             if sock is not None:
                 sock.close()
-            return
-        part, core = self._parts[frame.part]
-        if sock is not None:
+        elif sock is not None:
             self._connect(frame, sock)
-            return
-        match frame.message:
+        else:
+            self._hear(*self._parts[frame.part], frame.message)
+
+    @staticmethod
+    def _hear(part: ModelPart, core: RemoteCore, message: frames.ToPartMessage) -> None:
+        match message:
             case frames.ModelProved() as proved:
                 part.open_model(proved)
             case frames.Died() as died:
@@ -147,6 +176,17 @@ class Shard:
                 core.granted()
                 part.may_try()
 
+    @staticmethod
+    def _hear_engine(
+        part: EnginePart, message: frames.ToPartMessage, sock: socket.socket | None
+    ) -> None:
+        match message:
+            case frames.SetEngine():
+                assert sock is not None
+                part.set_engine(message, sock)
+            case frames.EngineEnded():
+                part.engine_ended(message)
+
     def _connect(self, frame: frames.ToPart, sock: socket.socket) -> None:
         part, core = self._parts[frame.part]
         worker = frame.message
@@ -159,6 +199,8 @@ class Shard:
 
     async def answer(self, question: frames.ShardQuestion) -> bytes:
         match question:
+            case frames.OpenModel() if question.config.backend == LLM:
+                await self._open_text(question)
             case frames.OpenModel():
                 self._open(question)
             case frames.Publish():
@@ -200,6 +242,18 @@ class Shard:
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
 
+    async def _open_text(self, opening: frames.OpenModel) -> None:
+        """Open a language model; return when its renderer is loaded."""
+        if opening.model in self._models:
+            return
+        assert self._make_text is not None
+        (number,) = opening.parts
+        model, part = self._make_text(opening.config, RemoteEngineCore(number, self._send))
+        self._engine_parts[number] = part
+        self._models[opening.model] = model
+        self._numbers[opening.model] = opening.parts
+        await model.start()
+
     def _set_up(self, core: RemoteCore, config: ModelConfig, block: int) -> ShardSetup:
         """Connect a stage with the core, and by the page with the other shards and the workers."""
         policy, slots = config.batching, slots_of_workers(config)
@@ -221,8 +275,9 @@ class Shard:
         await model.close()
         for part in self._numbers.pop(number):
             self._parts.pop(part, None)
+            self._engine_parts.pop(part, None)
 
-    def _find(self, number: int) -> Model | StagePipeline:
+    def _find(self, number: int) -> Served:
         if number not in self._models:
             raise NotFound(f"model number {number} is not open in this shard")
         return self._models[number]
@@ -236,10 +291,11 @@ class Shard:
             with contextlib.suppress(OSError):
                 part.tick()
         for model in self._models.values():
-            model.tick()
+            if isinstance(model, Model | StagePipeline):
+                model.tick()
 
 
-def _read_model(model: Model | StagePipeline) -> ModelReading:
+def _read_model(model: Served) -> ModelReading:
     stages: Sequence[Model] = model.models if isinstance(model, StagePipeline) else ()
     records = [record(stage.metrics) for stage in stages]
     waiting = [stage.num_waiting for stage in stages]

@@ -2,8 +2,8 @@
 
 A shard in a process of its own takes requests (`serving.shard`); here are the core's ends: a
 `ModelPart` per shard and stage that sends frames, and `ShardedModel`, a version whose requests are
-in the shards. Knows neither how shards are started nor their sockets: `protocols.fronts` does.
-Belongs to the core's event loop.
+in the shards. Language models have their own (`llm.sharded_text`). Knows neither how shards are
+started nor their sockets: `protocols.shard_processes` does. Belongs to the core's event loop.
 """
 
 from __future__ import annotations
@@ -96,6 +96,14 @@ class RemotePart:
         self._session.send(frames.ToPart(self._number, message))
 
 
+class PartHost(Protocol):
+    """The core's part of what shards have parts of: one stage of a model, or a language model."""
+
+    number: int
+
+    def receive(self, shard: int, message: frames.FromPartMessage) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class StageHost:
     """One stage of a model: its host, and the metrics that scrapes show."""
@@ -105,16 +113,82 @@ class StageHost:
     # What the core counts: restarts, deaths, load time.
     metrics: ModelMetrics
 
+    def receive(self, shard: int, message: frames.FromPartMessage) -> None:
+        match message:
+            case frames.Lost() as lost:
+                self.host.lost(shard, lost)
+            case frames.Answered():
+                self.host.answered()
+            case frames.MayTry(is_patient):
+                self.host.ask_try(shard, is_patient)
+            case frames.Tried():
+                self.host.tried(shard)
+            case frames.Hung(index, life):
+                self.host.hung(index, life)
+            case frames.Left(index, life):
+                self.host.left(shard, index, life)
 
-class ShardedModel:
-    """A version whose requests are in the shards (`Served`). Figures are those of the last
+
+class ShardedVersion:
+    """A version whose requests are in the shards, of any kind. Figures are those of the last
     `refresh`."""
+
+    # Time for a shard to open it; None: any.
+    open_s: float | None = ANSWER_S
+
+    def __init__(self, config: ModelConfig, shards: Shards) -> None:
+        self.config = config
+        self.number = next(shards.numbers)
+        self.num_waiting = 0
+        self._shards = shards
+        # What shards that have ended had counted.
+        self._retired: list[ModelReading] = []
+        self._readings: Mapping[int, ModelReading] = {}
+        self._is_closing = False
+
+    @property
+    def parts(self) -> Sequence[PartHost]:
+        raise NotImplementedError
+
+    @property
+    def opening(self) -> frames.OpenModel:
+        raise NotImplementedError
+
+    async def drain(self) -> None:
+        await self._shards.ask_all(frames.DrainModel(self.number), limit_s=None)
+
+    def join(self, shard: int, session: ShardSession) -> None:
+        """Let a shard that has opened the model serve it."""
+        raise NotImplementedError
+
+    def leave(self, shard: int) -> None:
+        """Forget a shard that has ended, but not what it had counted."""
+        if (reading := dict(self._readings).get(shard)) is not None:
+            self._retired.append(reading)
+            self._readings = {n: each for n, each in self._readings.items() if n != shard}
+
+    def count(self, readings: Mapping[int, ModelReading]) -> None:
+        """Use what the shards have counted, by shard."""
+        self._readings = readings
+        self.num_waiting = sum(each.num_waiting for each in readings.values())
+
+    def submit(self, request: Request) -> None:
+        """Refuse: the shards take requests."""
+        request.respond(NotReady(f"model '{self.config.name}' takes requests in the shards"))
+
+    def cancel(self, request: Request) -> None:
+        """Do nothing: there are no requests here."""
+
+    def refused(self, error: PenstockError, received: float) -> None:
+        """Do nothing: shards count."""
+
+
+class ShardedModel(ShardedVersion):
+    """A version of a model with tensors (`Served`)."""
 
     def __init__(self, config: ModelConfig, shards: Shards, start_life: StartLife) -> None:
         """ConfigError if the page has no room for the model."""
-        self.config = config
-        self.number = next(shards.numbers)
-        self._shards = shards
+        super().__init__(config, shards)
         names = [(config.name, config)]
         if config.is_staged:
             names += [(f"{config.name}:{each.name}", each.config) for each in stages_of(config)]
@@ -131,12 +205,11 @@ class ShardedModel:
         self.metrics = self._new_metrics()
         # Of each stage, if there are several: its metrics, and how many requests wait.
         self.stage_figures: list[tuple[ModelMetrics, int]] = []
-        self.num_waiting = 0
-        # What shards that have ended had counted.
-        self._retired: list[ModelReading] = []
-        self._readings: Mapping[int, ModelReading] = {}
         self._explanation: Explanation | None = None
-        self._is_closing = False
+
+    @property
+    def parts(self) -> Sequence[PartHost]:
+        return self.stages
 
     @property
     def opening(self) -> frames.OpenModel:
@@ -187,9 +260,6 @@ class ShardedModel:
         self.metrics = self._new_metrics()
         await self._shards.open_model(self)
 
-    async def drain(self) -> None:
-        await self._shards.ask_all(frames.DrainModel(self.number), limit_s=None)
-
     async def close(self) -> None:
         """Close it in all shards, then stop the workers."""
         self._is_closing = True
@@ -199,23 +269,18 @@ class ShardedModel:
         self._shards.blocks.give_back(blocks)
 
     def join(self, shard: int, session: ShardSession) -> None:
-        """Let a shard that has opened the model serve it."""
         for stage in self.stages:
             stage.host.join(shard, RemotePart(stage.number, session))
 
     def leave(self, shard: int) -> None:
         for stage in self.stages:
             stage.host.leave(shard)
-        if (reading := dict(self._readings).get(shard)) is not None:
-            self._retired.append(reading)
-            self._readings = {n: each for n, each in self._readings.items() if n != shard}
+        super().leave(shard)
 
     def count(self, readings: Mapping[int, ModelReading]) -> None:
-        """Use what the shards have counted, by shard."""
-        self._readings = readings
+        super().count(readings)
         everything = [*self._retired, *readings.values()]
         self.metrics = self._sum(self._new_metrics(), [each.metrics for each in everything])
-        self.num_waiting = sum(each.num_waiting for each in readings.values())
         self.stage_figures = []
         if len(self.stages) > 1:
             for index, stage in enumerate(self.stages):
@@ -238,16 +303,6 @@ class ShardedModel:
         told = [decode_explanation(answer) for answer in answers.values()]
         if told:
             self._explanation = self._fold(told)
-
-    def submit(self, request: Request) -> None:
-        """Refuse: the shards take requests."""
-        request.respond(NotReady(f"model '{self.config.name}' takes requests in the shards"))
-
-    def cancel(self, request: Request) -> None:
-        """Do nothing: there are no requests here."""
-
-    def refused(self, error: PenstockError, received: float) -> None:
-        """Do nothing: shards count."""
 
     def _new_metrics(self) -> ModelMetrics:
         metrics = ModelMetrics(self.config.name, self.config.version, self.config.metric_tags)
@@ -317,8 +372,8 @@ class Shards:
     # How many shards there are.
     number: int
     _sessions: dict[int, ShardSession] = field(default_factory=dict)
-    _models: dict[int, ShardedModel] = field(default_factory=dict)
-    _stages: dict[int, ModelHost] = field(default_factory=dict)
+    _models: dict[int, ShardedVersion] = field(default_factory=dict)
+    _parts: dict[int, PartHost] = field(default_factory=dict)
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     # Returns what is published now; the epoch is filled in.
     table: Callable[[], frames.Publish] = lambda: frames.Publish(0, {}, {}, ())
@@ -341,10 +396,14 @@ class Shards:
         self._sessions[shard] = session
         for region in self.regions():
             _send_region(session, region)
-        for model in list(self._models.values()):
-            await self._ask(session, model.opening)
-            model.join(shard, session)
+        models = list(self._models.values())
+        await asyncio.gather(*(self._open(shard, session, model) for model in models))
         await self._ask(session, self._publishing())
+
+    async def _open(self, shard: int, session: ShardSession, model: ShardedVersion) -> None:
+        await self._ask(session, model.opening, model.open_s)
+        if self._sessions.get(shard) is session:
+            model.join(shard, session)
 
     def move_clients(self, shard: int, count: int) -> None:
         """Ask so many clients of a shard to connect again."""
@@ -360,38 +419,21 @@ class Shards:
                 model.leave(shard)
 
     def receive(self, shard: int, frame: frames.FromPart) -> None:
-        host = self._stages.get(frame.part)
-        if host is None:
-            return
-        match frame.message:
-            case frames.Lost() as lost:
-                host.lost(shard, lost)
-            case frames.Answered():
-                host.answered()
-            case frames.MayTry(is_patient):
-                host.ask_try(shard, is_patient)
-            case frames.Tried():
-                host.tried(shard)
-            case frames.Hung(index, life):
-                host.hung(index, life)
-            case frames.Left(index, life):
-                host.left(shard, index, life)
+        if (part := self._parts.get(frame.part)) is not None:
+            part.receive(shard, frame.message)
 
-    async def open_model(self, model: ShardedModel) -> None:
+    async def open_model(self, model: ShardedVersion) -> None:
         self._models[model.number] = model
-        for stage in model.stages:
-            self._stages[stage.number] = stage.host
+        for part in model.parts:
+            self._parts[part.number] = part
         sessions = list(self._sessions.items())
-        await asyncio.gather(*(self._ask(each, model.opening) for _, each in sessions))
-        for shard, session in sessions:
-            if self._sessions.get(shard) is session:
-                model.join(shard, session)
+        await asyncio.gather(*(self._open(shard, each, model) for shard, each in sessions))
 
-    async def retire_model(self, model: ShardedModel) -> None:
+    async def retire_model(self, model: ShardedVersion) -> None:
         if self._models.pop(model.number, None) is not None:
             await self.ask_all(frames.RetireModel(model.number), limit_s=2 * ANSWER_S)
-        for stage in model.stages:
-            self._stages.pop(stage.number, None)
+        for part in model.parts:
+            self._parts.pop(part.number, None)
 
     async def publish(self) -> None:
         """Return when all shards use the table as it is now."""

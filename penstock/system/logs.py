@@ -1,6 +1,6 @@
 """Logging of all server processes: lines of text or JSON on stderr.
 
-Workers and fronts are exec'd and read level and format from the environment. Output that a model
+Workers and shards are exec'd and read level and format from the environment. Output that a model
 prints is not touched. Lines never contain tensors or keys.
 """
 

@@ -1,23 +1,24 @@
-"""The messages of the core and of shards with workers, and of the core with front processes.
+"""The messages of the core and of shards with workers, and of the core with shards.
 
 One frame is one datagram of a SOCK_SEQPACKET pair: MessagePack of a tagged array, a few hundred
 bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exchanged first and
 must match. Fields with a default may be added at the end, and frames for a new kind of process; any
 other change increments the version.
-Fronts use one frame per request, so their datagrams are arrays of all pending frames (`join`); only
-the first, OpenFront, is sent alone.
+Between the core and a shard, a datagram is an array of all pending frames (`join`); only the first,
+OpenShard, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, Stop
     worker → core   WorkerReady, StartFailed, Leaving
     shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Release
     worker → shard  Claim, Started, Done, BatchFailed, Leaving
-    core → front    OpenFront, SetKeys, InferReply, Forwarded, Ping, Drain, Stop
-    front → core    Listening, StartFailed, Infer, Cancel, Release, Forward, Pong
-    core → shard    as to a front, and ToPart, AskShard, Leased, Managed, OpenRegion, CloseRegion
-    shard → core    as from a front, and FromPart, ShardAnswer, Lease, Manage
+    core → shard    OpenShard, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased, TokensTaken,
+                    OpenRegion, CloseRegion, MoveClients, Release, Ping, Drain, Stop
+    shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
+                    TakeTokens, UseTokens, Release, Pong
 
-A shard holds requests, and has a socket of its own to each worker; the core is one. A worker merges
-the rows of several shards in one batch.
+A shard holds requests, and has a socket of its own to each worker and to the engine of each
+language model (`llm.messages`); the core is one. A worker merges the rows of several shards in one
+batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import msgspec
 from penstock.config import GrpcConfig, HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
-VERSION = 2
+VERSION = 3
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
@@ -114,9 +115,9 @@ class Enclosed(Frame, tag="seg"):
 
 
 class Attach(Frame, tag="att"):
-    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts. If
-    there can be others, the descriptor of the shared page comes second; the worker's slots begin at
-    `first_slot` of this `block` there."""
+    """Serve one more shard, with the descriptor of a socket to it. `life` counts its restarts. For
+    a worker, if there can be others, the descriptor of the shared page comes second; its slots
+    begin at `first_slot` of this `block` there."""
 
     shard: int
     life: int = 0
@@ -233,7 +234,7 @@ class Claim(Frame, tag="clm"):
 
 
 class Release(Frame, tag="rel"):
-    """The outputs at these offsets of a worker's spill, or of a front's answers, were read."""
+    """The outputs at these offsets of a worker's spill, or bodies in a parcel, were read."""
 
     offsets: tuple[int, ...]
 
@@ -257,7 +258,7 @@ class WorkerReady(Frame, tag="rdy"):
 
 
 class StartFailed(Frame, tag="bad"):
-    """A worker could not load, or a front could not listen."""
+    """A worker could not load, or a shard could not start."""
 
     problems: tuple[str, ...]
 
@@ -315,98 +316,58 @@ class Parcel(Frame, tag="pcl"):
     offset: int | None = None
 
 
-class OpenFront(Frame, tag="open"):
-    """First frame to a front, with two descriptors: the segments for requests and answers."""
+class OpenShard(Frame, tag="open"):
+    """First frame to a shard, with descriptors: the segments for messages and for answers, the
+    shared page, and the listeners for HTTP and, if it is served, gRPC."""
 
     version: int
-    host: str
-    port: int
-    segment_bytes: int
+    shard: int
+    segment_bytes: int = 0
     # Scopes by digest of the API key, as in `protocols.gate`; None: no key is required.
     keys: dict[bytes, tuple[str, ...]] | None = None
     # Its limits, and the host names it serves; None: any.
     limits: HttpLimits | None = None
     hosts: tuple[str, ...] | None = None
-    # Whether the front logs requests that never reach the core.
+    # Whether it logs requests.
     logs_requests: bool = False
     # The TLS files; None: plain text.
     tls: TlsConfig | None = None
-    # Number of a shard; None: a front, which has no models. A third descriptor is its listener, a
-    # fourth the shared page.
-    shard: int | None = None
-    # For a shard: requests per second of the API keys that have a limit, and shares of queues.
-    rates: dict[bytes, float] = {}
-    shares: dict[bytes, float] = {}
-    # For a shard that answers gRPC; a fourth descriptor is the listener for it.
+    # None: it does not answer gRPC.
     grpc: GrpcConfig | None = None
-    # For a shard: whether clients may register shared memory.
+    # Requests and tokens per second of the API keys that have a limit, and shares of queues.
+    rates: dict[bytes, float] = {}
+    token_rates: dict[bytes, float] = {}
+    shares: dict[bytes, float] = {}
+    # Whether clients may register shared memory.
     allows_regions: bool = False
 
 
 class SetKeys(Frame, tag="keys"):
-    """The API keys have changed; fields as in OpenFront."""
+    """The API keys have changed; fields as in OpenShard."""
 
     keys: dict[bytes, tuple[str, ...]]
     rates: dict[bytes, float] = {}
+    token_rates: dict[bytes, float] = {}
     shares: dict[bytes, float] = {}
 
 
 class Listening(Frame, tag="lis"):
-    """The front accepts connections."""
+    """The shard has started, and accepts connections once the models are published."""
 
     version: int
-    port: int
-
-
-class Infer(Frame, tag="inf"):
-    """A request decoded by a front. `received` is a time of the monotonic clock, which all
-    processes of a machine share."""
-
-    call: int
-    model_name: str
-    model_version: str
-    received: float
-    parcel: Parcel
-    id: str = ""
-    outputs: tuple[str, ...] = ()
-    parameters: dict[str, Parameter] = {}
-    priority: int = 0
-    timeout_s: float | None = None
-    # Number of classes, by output that requests classification.
-    classes: dict[str, int] = {}
-    # The reply must include timings.
-    wants_timings: bool = False
-    # As `Request.caller`.
-    caller: bytes = b""
 
 
 class Cancel(Frame, tag="infc"):
-    """The client of this request, question or message is gone. A request or message is still
-    answered, possibly with an error."""
+    """The client of this message or call is gone. A message is still answered, possibly with an
+    error."""
 
     call: int
-
-
-class InferReply(Frame, tag="infr"):
-    """An answer. The request's memory is free after the final one, the answer's after a Release."""
-
-    call: int
-    parcel: Parcel
-    model_name: str = ""
-    model_version: str = ""
-    parameters: dict[str, Parameter] = {}
-    error_kind: str = ""
-    error: str = ""
-    is_final: bool = True
-    # Retry delay for a request refused because of overload.
-    retry_after_s: float = 1.0
-    # As in `types.Timings`: queued, dispatched, instance_wait_s, compute_s, completed.
-    timings: tuple[float, ...] = ()
 
 
 class Forward(Frame, tag="fwd"):
-    """An HTTP message for the core to answer: everything but inference requests that the front
-    could decode. The body is the one piece of `parcel`, whose memory is free after Forwarded."""
+    """An HTTP message for the core to answer: everything but inference. `received` is a time of the
+    monotonic clock, which all processes of a machine share. The body is the one piece of `parcel`,
+    whose memory is free after Forwarded."""
 
     call: int
     received: float
@@ -434,7 +395,7 @@ class Ping(Frame, tag="ping"):
 
 
 class Pong(Frame, tag="pong"):
-    """The answer to Ping, with the number of connected clients if the front knows it."""
+    """The answer to Ping, with the number of connected clients."""
 
     num_connections: int = 0
 
@@ -549,8 +510,59 @@ class Left(Frame, tag="left"):
     life: int
 
 
-ToPartMessage = ModelProved | SetWorker | Died | Verdict | SetQuarantine | SetReason | TryGranted
-FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left
+class EngineReady(Frame, tag="ready"):
+    """The engine of a language model is loaded. `built` is how it resolved its options."""
+
+    version: int
+    load_s: float
+    num_blocks: int
+    max_length: int
+    # Tokens that the model knows.
+    vocabulary: int
+    built: dict[str, str]
+
+
+class SetEngine(Frame, tag="sete"):
+    """A language model has a ready engine. To another process it comes with the descriptor of the
+    socket to it. Requests of this part are numbered from `first_request` on, which no other part
+    uses; the model was loaded at `loaded_at`, in seconds since 1970."""
+
+    life: int
+    ready: EngineReady
+    first_request: int
+    loaded_at: int
+
+
+class EngineEnded(Frame, tag="ende"):
+    """The engine has died: how it ended, and why there is none now. The next one is started at
+    `restart_at`, by the monotonic clock, and takes about `load_s`; None: it is unknown when there
+    will be one."""
+
+    ending: str
+    reason: str
+    restart_at: float = 0.0
+    load_s: float | None = None
+
+
+class EngineHung(Frame, tag="hnge"):
+    """The engine said nothing for `silent_s`, although it has requests of this part."""
+
+    life: int
+    silent_s: float
+
+
+ToPartMessage = (
+    ModelProved
+    | SetWorker
+    | Died
+    | Verdict
+    | SetQuarantine
+    | SetReason
+    | TryGranted
+    | SetEngine
+    | EngineEnded
+)
+FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left | EngineHung
 
 
 class ToPart(Frame, tag="tpt"):
@@ -569,7 +581,7 @@ class FromPart(Frame, tag="fpt"):
 
 class OpenModel(Frame, tag="opm"):
     """Prepare to serve a version of a model; `parts` number its stages, `blocks` are theirs on the
-    shared page."""
+    shared page. A language model is one part and has no block."""
 
     model: int
     config: ModelConfig
@@ -638,6 +650,30 @@ class Leased(Frame, tag="lead"):
     wait_s: float
 
 
+class TakeTokens(Frame, tag="tkt"):
+    """A shard wants to start a prompt of this many tokens for a key that has a limit of tokens per
+    second."""
+
+    call: int
+    key: bytes
+    amount: int
+
+
+class TokensTaken(Frame, tag="tktd"):
+    """The answer to TakeTokens: the tokens are counted or, if `wait_s` is above 0, the key has used
+    up its tokens for so long."""
+
+    call: int
+    wait_s: float
+
+
+class UseTokens(Frame, tag="ust"):
+    """Tokens that were generated for a key that has a limit."""
+
+    key: bytes
+    amount: int
+
+
 class Manage(Frame, tag="mng"):
     """A management call of a shard's gRPC client, as `serving.management.ManagementCall`. `caller`
     is the digest of its API key, which the shard has checked."""
@@ -681,10 +717,37 @@ ToWorker = LoadModel | Enclosed | Attach | Stop
 FromWorker = WorkerReady | StartFailed | Leaving
 ShardToWorker = Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
-FromShard = FromPart | ShardAnswer | Lease | Manage
-ToShard = ToPart | AskShard | Release | Leased | Managed | OpenRegion | CloseRegion | MoveClients
-FromFront = Listening | StartFailed | Infer | Cancel | Release | Forward | Pong | FromShard
-ToFront = OpenFront | SetKeys | InferReply | Forwarded | Ping | Drain | Stop | ToShard
+FromShard = (
+    Listening
+    | StartFailed
+    | FromPart
+    | ShardAnswer
+    | Forward
+    | Manage
+    | Cancel
+    | Lease
+    | TakeTokens
+    | UseTokens
+    | Release
+    | Pong
+)
+ToShard = (
+    OpenShard
+    | SetKeys
+    | ToPart
+    | AskShard
+    | Forwarded
+    | Managed
+    | Leased
+    | TokensTaken
+    | OpenRegion
+    | CloseRegion
+    | MoveClients
+    | Release
+    | Ping
+    | Drain
+    | Stop
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
@@ -692,9 +755,9 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_shard_to_worker = msgspec.msgpack.Decoder(ShardToWorker).decode
 decode_worker_to_shard = msgspec.msgpack.Decoder(WorkerToShard).decode
 decode_shard_question = msgspec.msgpack.Decoder(ShardQuestion).decode
-decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
-decode_all_from_front = msgspec.msgpack.Decoder(list[FromFront]).decode
-decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode
+decode_to_shard = msgspec.msgpack.Decoder(ToShard).decode
+decode_all_from_shard = msgspec.msgpack.Decoder(list[FromShard]).decode
+decode_all_to_shard = msgspec.msgpack.Decoder(list[ToShard]).decode
 
 
 def join(encoded: Sequence[bytes]) -> bytes:

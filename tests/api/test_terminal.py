@@ -42,7 +42,7 @@ ANSWER = Explanation(
     paces=[PaceState("[1,8,8]", 6, {1: 0.001, 2: 0.002}, 812.4)],
     refused={"predicted_late": 17},
     notes=["12 % of the rows are padding"],
-    processes=[ProcessState("core", 9, 0.31), ProcessState("HTTP front 1", 12, 0.97, 64)],
+    processes=[ProcessState("core", 9, 0.31), ProcessState("shard 1", 12, 0.97, 64)],
 )
 
 
@@ -71,7 +71,7 @@ def test_tokens_are_shown_where_there_is_a_budget_of_them() -> None:
         "- Batches hold 3.9 rows on average",
         "an idle instance (2 busy)         5     7      12.30",
         "SLO target (the worker died)",
-        "HTTP front 1   12        97%           64",
+        "shard 1   12        97%           64",
         "Shapes of a row (2 seen)",
         "[1,4,4]         2     2        2",
         "predicted_late        17",

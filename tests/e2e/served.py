@@ -43,8 +43,7 @@ class Served:
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         if "--shards" not in flags:
-            number = "1" if "--fronts" in flags else os.environ.get("TEST_SHARDS", "1")
-            command += ["--shards", number]
+            command += ["--shards", os.environ.get("TEST_SHARDS", "1")]
         if "--shard-accept" not in flags:
             command += ["--shard-accept", "all"]
         self.errors = tempfile.TemporaryFile("w+", dir=log_folder)  # noqa: SIM115
@@ -105,10 +104,9 @@ class Served:
     def workers(self) -> list[psutil.Process]:
         return self._running("penstock.serving.worker")
 
-    def http_fronts(self) -> list[psutil.Process]:
-        """HTTP fronts or shards that take connections by now."""
-        found = self._running("penstock.protocols.http_front")
-        found += self._running("penstock.protocols.shard_main")
+    def shards(self) -> list[psutil.Process]:
+        """Shards that take connections by now."""
+        found = self._running("penstock.protocols.shard_main")
         return [each for each in found if num_sockets(each, psutil.CONN_LISTEN)]
 
     def _running(self, module: str) -> list[psutil.Process]:

@@ -29,7 +29,7 @@ BODY = json.dumps({"inputs": [{"name": "x", "datatype": "INT32", "shape": [1, 1]
 
 def start(path: Path, num_shards: int, *flags: str, grpc: bool = False) -> Served:
     served = Served(path, "--shards", str(num_shards), *LOW, *flags, grpc=grpc)
-    wait_until(lambda: len(served.http_fronts()) == num_shards)
+    wait_until(lambda: len(served.shards()) == num_shards)
     # Until then connections wait with any shard.
     wait_until(lambda: accepting(served) == [1] + [0] * (num_shards - 1))
     return served
@@ -37,13 +37,13 @@ def start(path: Path, num_shards: int, *flags: str, grpc: bool = False) -> Serve
 
 def accepting(served: Served) -> list[int]:
     text = served.get("/metrics")[1].decode()
-    return [int(n) for n in re.findall(r"^penstock_front_accepts{.*} (\d)$", text, re.M)]
+    return [int(n) for n in re.findall(r"^penstock_shard_accepts{.*} (\d)$", text, re.M)]
 
 
 def num_clients(served: Served) -> list[int]:
     """Of each shard, in the order in which they were started."""
-    fronts = sorted(served.http_fronts(), key=lambda each: (each.create_time(), each.pid))
-    return [num_sockets(each) for each in fronts]
+    shards = sorted(served.shards(), key=lambda each: (each.create_time(), each.pid))
+    return [num_sockets(each) for each in shards]
 
 
 @contextlib.contextmanager
@@ -103,18 +103,18 @@ def test_one_core_means_one_shard(tmp_path: Path):
 def test_the_next_shard_accepts_when_the_first_dies(tmp_path: Path):
     null_model(tmp_path, "m")
     with start(tmp_path, 2) as served:
-        first = max(served.http_fronts(), key=num_sockets)
+        first = max(served.shards(), key=num_sockets)
         with clients(served, 4) as connected:
             for client in connected:
                 ask(client)
-            first = max(served.http_fronts(), key=num_sockets)
-            (other,) = [each for each in served.http_fronts() if each.pid != first.pid]
+            first = max(served.shards(), key=num_sockets)
+            (other,) = [each for each in served.shards() if each.pid != first.pid]
             os.kill(first.pid, signal.SIGKILL)
             wait_until(lambda: accepting(served) in ([0, 1], [1, 0]))
             for client in connected:
                 client.close()
                 ask(client)
-        wait_until(lambda: len(served.http_fronts()) == 2)
+        wait_until(lambda: len(served.shards()) == 2)
         wait_until(lambda: accepting(served) == [1, 0])
         assert other.is_running()
 

@@ -22,7 +22,7 @@ def test_both_give_the_same_answers_and_are_measured_in_turns(tmp_path: Path) ->
         pytest.skip(f"Triton cannot be installed here: {error}")
     out = tmp_path / "found.json"
     script = ROOT / "benchmarks" / "gpu" / "beside_triton.py"
-    flags = ["--tiny", "--device", "cpu", "--rounds", "1", "--fronts", "1"]
+    flags = ["--tiny", "--device", "cpu", "--rounds", "1", "--shards", "1"]
     flags += ["--work", str(tmp_path / "work"), "--out", str(out)]
     done = subprocess.run(
         [sys.executable, str(script), *flags], capture_output=True, text=True, check=False

@@ -99,14 +99,14 @@ SPELLINGS += ("{}%3f", "{};", "{}?", "{}%250a", "/{}", "/.{}", "/v2/health/live/
 SPELLINGS += ("http://localhost{}", "http://localhost{}%0a")
 
 
-@pytest.mark.parametrize("fronts", ["0", "2"])
-def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, fronts):
+@pytest.mark.parametrize("shards", ["1", "2"])
+def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, shards):
     keys = tmp_path / "keys.toml"
     keys.write_text(
         '[[key]]\nsecret = "only-for-inference"\nscopes = ["infer"]\n'
         '[[key]]\nsecret = "for-the-operator"\nscopes = ["infer", "metrics", "admin"]\n'
     )
-    flags = ["--api-keys", str(keys), "--fronts", fronts, "--model-control-mode", "explicit"]
+    flags = ["--api-keys", str(keys), "--shards", shards, "--model-control-mode", "explicit"]
     served = Served(null_model(tmp_path / "models", "model"), *flags, "--load-model", "*")
     metrics_port = int(served.metrics_url.rpartition(":")[2].partition("/")[0])
 
@@ -140,8 +140,8 @@ def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, fronts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fronts", ["0", "2"])
-def test_keys_are_reloaded_without_a_restart(tmp_path, fronts):
+@pytest.mark.parametrize("shards", ["1", "2"])
+def test_keys_are_reloaded_without_a_restart(tmp_path, shards):
     path = tmp_path / "keys.toml"
 
     def write(name: str, *scopes: str) -> dict[str, str]:
@@ -152,7 +152,7 @@ def test_keys_are_reloaded_without_a_restart(tmp_path, fronts):
         return {"x-api-key": f"secret of {name}"}
 
     first = write("one team", "infer")
-    flags = ["--api-keys", str(path), "--fronts", fronts, "--model-control-mode", "explicit"]
+    flags = ["--api-keys", str(path), "--shards", shards, "--model-control-mode", "explicit"]
     served = Served(null_model(tmp_path / "models", "m"), *flags, "--load-model", "*", grpc=True)
     rpcs = grpcclient.InferenceServerClient(served.grpc_address)
     with client_of(served) as client, rpcs:

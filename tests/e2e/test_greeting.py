@@ -49,8 +49,8 @@ def status_of(url: str) -> int:
             return error.code
 
 
-def test_a_tensor_model_behind_fronts(tmp_path: Path) -> None:
-    with Served(EXAMPLES / "digits", "--fronts", "2") as server:
+def test_a_tensor_model_in_shards(tmp_path: Path) -> None:
+    with Served(EXAMPLES / "digits", "--shards", "2") as server:
         lines = printed(server)
         assert lines[0].split() == ["Page", f"http://{server.address}/"]
         status, answer = paste(lines[-1], tmp_path)

@@ -42,8 +42,8 @@ KEYS += "".join(
 
 
 @pytest.fixture(
-    params=[("--fronts", "0"), ("--fronts", "1"), ("--shards", "2")],
-    ids=["core", "fronts", "shards"],
+    params=[("--shards", "1"), ("--shards", "2")],
+    ids=["core", "shards"],
 )
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     (tmp_path / "keys.toml").write_text(KEYS)

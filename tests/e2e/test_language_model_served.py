@@ -136,7 +136,7 @@ def test_an_engine_that_is_killed_under_load_is_told_and_comes_back(served: Serv
 
     async def load_and_kill() -> list[tuple[int, bytes]]:
         asked = [asyncio.ensure_future(stream(served, 10_000)) for _ in range(24)]
-        await asyncio.sleep(0.5)
+        await asyncio.wait([asyncio.ensure_future(stream(served, 1))])
         (pid,) = engines(served)
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(60):

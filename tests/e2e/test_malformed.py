@@ -86,12 +86,12 @@ def unary(channel: grpc.Channel, method: str) -> grpc.UnaryUnaryMultiCallable:
     return channel.unary_unary(path)
 
 
-@pytest.fixture(scope="module", params=["0", "2"], ids=["core", "fronts"])
+@pytest.fixture(scope="module", params=["1", "2"], ids=["core", "shards"])
 def server(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
     root = malformed.write_repository(tmp_path_factory.mktemp("repository"))
-    served = Served(root, "--fronts", request.param, grpc=True)
+    served = Served(root, "--shards", request.param, grpc=True)
     processes = {process.pid for process in served.processes()}
     yield served
     assert {process.pid for process in served.processes()} == processes

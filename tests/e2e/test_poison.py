@@ -59,12 +59,12 @@ def infer_grpc(served: Served, *values: int, key: str = "") -> tuple[str, str]:
     return "StatusCode.OK", ""
 
 
-@pytest.fixture(params=["0", "2"], ids=["core", "fronts"])
+@pytest.fixture(params=["1", "2"], ids=["core", "shards"])
 def guarded(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     """A model of two instances that 13 kills, behind keys."""
     (tmp_path / "keys.toml").write_text(KEYS)
     null_model(tmp_path / "models", "two", config=TWO, crash_on=POISON)
-    flags = ("--api-keys", str(tmp_path / "keys.toml"), "--fronts", request.param)
+    flags = ("--api-keys", str(tmp_path / "keys.toml"), "--shards", request.param)
     served = Served(tmp_path / "models", *flags, grpc=True)
     yield served
     assert served.terminate() == 0

@@ -159,8 +159,8 @@ TRITONS = """
     """
 
 
-@pytest.mark.parametrize("num_fronts", ["0", "1"])
-def test_models_without_inputs_are_served(tmp_path: Path, num_fronts: str):
+@pytest.mark.parametrize("num_shards", ["1", "2"])
+def test_models_without_inputs_are_served(tmp_path: Path, num_shards: str):
     output = 'output { name: "y" data_type: TYPE_INT32 dims: 1 }'
     for name, code, batching in (
         ("whole", COUNTS.replace("SHAPE", "(1,)"), ""),
@@ -169,7 +169,7 @@ def test_models_without_inputs_are_served(tmp_path: Path, num_fronts: str):
     ):
         add_model(tmp_path, name, code)
         (tmp_path / name / "config.pbtxt").write_text(f'backend: "python" {batching} {output}')
-    served = Served(tmp_path, "--fronts", num_fronts, grpc=True)
+    served = Served(tmp_path, "--shards", num_shards, grpc=True)
     with (
         httpclient.InferenceServerClient(served.address) as http,
         grpcclient.InferenceServerClient(served.grpc_address) as grpc,

@@ -138,10 +138,10 @@ def test_metrics_count_what_was_done(server, client):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_fronts", "number"), [("0", signal.SIGTERM), ("2", signal.SIGQUIT)])
-def test_a_signal_drains_the_server_and_sighup_does_not(tmp_path, num_fronts, number):
+@pytest.mark.parametrize(("num_shards", "number"), [("1", signal.SIGTERM), ("2", signal.SIGQUIT)])
+def test_a_signal_drains_the_server_and_sighup_does_not(tmp_path, num_shards, number):
     held = HeldModel(tmp_path, "held")
-    served = Served(tmp_path, "--fronts", num_fronts)
+    served = Served(tmp_path, "--shards", num_shards)
     answers: list[tuple[int, dict]] = []
     thread = threading.Thread(
         target=lambda: answers.append(served.infer("held", "x", "INT32", [7]))

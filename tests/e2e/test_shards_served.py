@@ -1,4 +1,4 @@
-"""A real server whose requests are taken by several shards. `test_http_fronts.py` compares what
+"""A real server whose requests are taken by several shards. `test_shards_alike.py` compares what
 they answer with what one process does."""
 
 import asyncio
@@ -57,7 +57,7 @@ def metric(served: Served, name: str) -> int:
 def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     null_model(tmp_path, "m", batching=PATIENT, a_ms=1, crash_on=POISON)
     with Served(tmp_path, "--shards", str(request.param)) as server:
-        wait_until(lambda: len(server.http_fronts()) == request.param)
+        wait_until(lambda: len(server.shards()) == request.param)
         yield server
 
 
@@ -155,7 +155,7 @@ def test_a_poison_request_kills_two_workers_however_many_shards_see_it(served: S
 
 def test_connections_that_wait_for_a_dead_shard_are_answered_by_its_successor(served: Served):
     """Its listener stays open in the core, so nothing is reset that it had not accepted."""
-    victim = served.http_fronts()[0]
+    victim = served.shards()[0]
     os.kill(victim.pid, signal.SIGSTOP)
     clients = []
     for _ in range(16):
@@ -184,11 +184,11 @@ def test_a_hung_worker_is_killed_and_its_requests_run_again(tmp_path: Path):
 def test_accepted_requests_finish_when_the_server_stops(tmp_path: Path):
     null_model(tmp_path, "m", batching=PATIENT, a_ms=300)
     served = Served(tmp_path, "--shards", "2")
-    wait_until(lambda: len(served.http_fronts()) == 2)
+    wait_until(lambda: len(served.shards()) == 2)
 
     async def scenario() -> Load:
         async with Load(served.port, 8, model="m") as load:
-            while load.tally.num_sent < 8 or sum(map(num_sockets, served.http_fronts())) < 8:
+            while load.tally.num_sent < 8 or sum(map(num_sockets, served.shards())) < 8:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             load.stop()
@@ -206,7 +206,7 @@ def test_models_come_and_go_in_all_shards_at_once_under_load(tmp_path: Path):
     null_model(tmp_path, "other")
     control = ("--model-control-mode", "explicit", "--load-model", "m")
     with Served(tmp_path, "--shards", "2", *control) as served:
-        wait_until(lambda: len(served.http_fronts()) == 2)
+        wait_until(lambda: len(served.shards()) == 2)
 
         async def scenario() -> Load:
             async with Load(served.port, 8, model="m") as load:
@@ -236,7 +236,7 @@ def test_all_shards_together_keep_the_rate_of_a_key(tmp_path: Path):
     (tmp_path / "keys.toml").write_text(f'[[key]]\nname = "a"\nsecret = "{secret}"\n{scopes}')
     flags = ("--shards", "3", "--api-keys", str(tmp_path / "keys.toml"))
     with Served(tmp_path / "models", *flags) as served:
-        wait_until(lambda: len(served.http_fronts()) == 3)
+        wait_until(lambda: len(served.shards()) == 3)
         headers = {"X-API-Key": secret}
         began = time.monotonic()
         statuses = [infer(served.port, n, headers=headers)[0] for n in range(60)]
@@ -300,7 +300,7 @@ def test_the_size_of_the_queue_is_limited_for_all_shards_together(tmp_path: Path
     batching = f"default_queue_policy {{ {policy} }}"
     null_model(tmp_path, "m", batching=batching, config=LONG, a_ms=300)
     with Served(tmp_path, "--shards", str(num_shards)) as served:
-        wait_until(lambda: len(served.http_fronts()) == num_shards)
+        wait_until(lambda: len(served.shards()) == num_shards)
         page = open_page(served)
         with stopped_worker(served, page):
             admitted, refused = [], []
@@ -328,7 +328,7 @@ def test_a_key_fills_its_share_of_the_queues_of_all_shards(tmp_path: Path, num_s
     first, second = ({"X-API-Key": f"sixteen characters {name}"} for name in "ab")
     flags = ("--shards", str(num_shards), "--api-keys", str(tmp_path / "keys.toml"))
     with Served(tmp_path / "models", *flags) as served:
-        wait_until(lambda: len(served.http_fronts()) == num_shards)
+        wait_until(lambda: len(served.shards()) == num_shards)
         page = open_page(served)
         with stopped_worker(served, page, second):
             admitted, refused = [], []
@@ -356,7 +356,7 @@ def test_an_slo_is_kept_for_all_shards_together(tmp_path: Path, num_shards: int)
     slo = 'parameters { key: "penstock.slo" value { string_value: "p99 < 20s" } }'
     null_model(tmp_path, "m", config=LONG + slo, max_batch=1, a_ms=500)
     with Served(tmp_path, "--shards", str(num_shards)) as served:
-        wait_until(lambda: len(served.http_fronts()) == num_shards)
+        wait_until(lambda: len(served.shards()) == num_shards)
         page = open_page(served)
         with stopped_worker(served, page):
             clients = [send(served.port, value) for value in range(160)]
@@ -386,7 +386,7 @@ def test_answers_leave_in_the_order_of_the_requests_of_all_shards(tmp_path: Path
     python_model(tmp_path, "m", FIRST_HELD, config=batching + LONG, max_batch=1)
     folder = tmp_path / "m" / "1"
     with Served(tmp_path, "--shards", "2") as served:
-        wait_until(lambda: len(served.http_fronts()) == 2)
+        wait_until(lambda: len(served.shards()) == 2)
         (folder / "hold").touch()
         first = send(served.port, 0)
         wait_until((folder / "begun-0").exists)
@@ -427,22 +427,16 @@ def test_random_bits_on_the_page_change_no_answer(served: Served):
     assert set(after.statuses) == {200} and after.num_wrong == after.num_cut == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (("--fronts", "2"), "exclude each other"),
-        (("--api-keys", "keys.toml"), "65 keys have a queue_share below 1; with --shards, 64 are"),
-    ],
-    ids=["fronts", "quotas"],
-)
-def test_what_shards_cannot_do_yet_is_refused(tmp_path: Path, flags: tuple, text: str):
+def test_what_shards_cannot_do_is_refused(tmp_path: Path):
     null_model(tmp_path / "models", "m")
     key = '[[key]]\nname = "{0}"\nsecret = "sixteen characters {0}"\nscopes = ["infer"]\n'
     keys = [key.format(number) + "queue_share = 0.5\n" for number in range(65)]
     (tmp_path / "keys.toml").write_text("".join(keys))
-    command = [sys.executable, "-m", "penstock", "serve", "models", "--shards", "2", *flags]
+    command = [sys.executable, "-m", "penstock", "serve", "models", "--shards", "2"]
+    command += ["--api-keys", "keys.toml"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ended.returncode != 0 and text in ended.stderr and "Traceback" not in ended.stderr
+    assert ended.returncode != 0 and "Traceback" not in ended.stderr
+    assert "65 keys have a queue_share below 1; with --shards, 64 are" in ended.stderr
 
 
 # Over gRPC. `test_grpc.py` runs with shards as well.
@@ -488,7 +482,7 @@ def message(value: int, model: str = "m") -> service_pb2.ModelInferRequest:
 def connections(served: Served) -> list[int]:
     """How many clients each shard has, by its last answer to a ping."""
     text = served.get("/metrics")[1].decode()
-    return [int(n) for n in re.findall(r"^penstock_front_connections{.*} (\d+)$", text, re.M)]
+    return [int(n) for n in re.findall(r"^penstock_shard_connections{.*} (\d+)$", text, re.M)]
 
 
 def test_grpc_clients_are_shared_and_their_counts_are_exact(tmp_path: Path):

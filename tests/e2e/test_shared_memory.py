@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[S
     flags = ("--shared-memory", "--shards", str(request.param))
     with Served(folder, *flags, grpc=True) as server:
         if request.param > 1:
-            wait_until(lambda: len(server.http_fronts()) == request.param)
+            wait_until(lambda: len(server.shards()) == request.param)
         yield server
 
 
@@ -348,9 +348,9 @@ def test_files_that_are_truncated_under_load_crash_nothing(served: Served):
 def test_regions_outlive_workers_and_shards(served: Served):
     peer = Peer("http", served)
     handle, name = peer.registered(2 * ROW * 4)
-    num_shards = len(served.http_fronts())
+    num_shards = len(served.shards())
     ends: list[Callable[[], list[psutil.Process]]] = [served.workers]
-    ends += [served.http_fronts] if num_shards > 1 else []
+    ends += [served.shards] if num_shards > 1 else []
     for find in ends:
         victims = find()
         for victim in victims:
@@ -493,31 +493,28 @@ def test_texts_and_outputs_of_any_size(tmp_path: Path):
             peer.close()
 
 
-@pytest.mark.parametrize("flags", [("--fronts", "2"), ()], ids=["fronts", "stages"])
-def test_models_that_know_no_regions(tmp_path: Path, flags: tuple[str, ...]):
-    """Requests that a front leaves to the core, and a model of several stages, whose workers are
-    not given its clients' tensors."""
+def test_a_model_of_several_stages(tmp_path: Path):
+    """Its workers are not given its clients' tensors."""
     config = CONFIG.format(row=ROW, a_ms=0)
     (tmp_path / "m" / "1").mkdir(parents=True)
-    if not flags:
-        code = "def twice(inputs):\n    return {'x': inputs['x'] * 2}\n"
-        (tmp_path / "m" / "1" / "code.py").write_text(code)
-        values = [
-            onnx.helper.make_tensor_value_info(each, onnx.TensorProto.FLOAT, ["n", ROW])
-            for each in "xy"
-        ]
-        node = onnx.helper.make_node("Identity", ["x"], ["y"])
-        graph = onnx.helper.make_graph([node], "identity", values[:1], values[1:])
-        opsets = [onnx.helper.make_opsetid("", 17)]
-        made = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-        onnx.save(made, tmp_path / "m" / "1" / "model.onnx")
-        config = config.replace('"null" max', '"onnxruntime" max').partition("parameters")[0]
-        config += """
+    code = "def twice(inputs):\n    return {'x': inputs['x'] * 2}\n"
+    (tmp_path / "m" / "1" / "code.py").write_text(code)
+    values = [
+        onnx.helper.make_tensor_value_info(each, onnx.TensorProto.FLOAT, ["n", ROW])
+        for each in "xy"
+    ]
+    node = onnx.helper.make_node("Identity", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "identity", values[:1], values[1:])
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    made = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    onnx.save(made, tmp_path / "m" / "1" / "model.onnx")
+    config = config.replace('"null" max', '"onnxruntime" max').partition("parameters")[0]
+    config += """
 parameters { key: "penstock.preprocess" value { string_value: "code.py:twice" } }
 parameters { key: "penstock.model_inputs" value { string_value: "x:FP32[40000]" } }
 """
     (tmp_path / "m" / "config.pbtxt").write_text(config)
-    with Served(tmp_path, "--shared-memory", *flags, grpc=True) as served:
+    with Served(tmp_path, "--shared-memory", grpc=True) as served:
         for protocol in ("http", "grpc"):
             peer = Peer(protocol, served)
             handle, name = peer.registered(2 * ROW * 4)
@@ -528,7 +525,7 @@ parameters { key: "penstock.model_inputs" value { string_value: "x:FP32[40000]" 
             }
             peer.api.infer("m", **asked)
             found = shm.get_contents_as_numpy(handle, np.float32, [1, ROW], offset=ROW * 4)
-            assert np.array_equal(found, numbers(6) * (1 if flags else 2))
+            assert np.array_equal(found, numbers(6) * 2)
             os.truncate(f"/dev/shm/{name}", 100)
             with pytest.raises(InferenceServerException, match="its file is shorter"):
                 peer.api.infer("m", **asked)

@@ -1,4 +1,4 @@
-"""A real server with TLS: HTTP from the core and from fronts, gRPC and metrics, and a new
+"""A real server with TLS: HTTP from the core and from shards, gRPC and metrics, and a new
 certificate while it runs."""
 
 import json
@@ -75,8 +75,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(
     "processes",
-    [(), pytest.param(("--fronts", "2"), marks=pytest.mark.slow), ("--shards", "2")],
-    ids=["core", "fronts", "shards"],
+    [(), ("--shards", "2")],
+    ids=["core", "shards"],
 )
 def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, processes):
     folder = make_certificates(tmp_path / "tls")
@@ -111,10 +111,9 @@ def test_every_port_speaks_tls_and_takes_a_new_certificate(tmp_path, processes):
     "processes",
     [
         (),
-        pytest.param(("--fronts", "1"), marks=pytest.mark.slow),
         pytest.param(("--shards", "2"), marks=pytest.mark.slow),
     ],
-    ids=["core", "fronts", "shards"],
+    ids=["core", "shards"],
 )
 def test_clients_need_a_certificate_of_the_right_issuer(tmp_path, processes):
     folder = make_certificates(tmp_path / "tls")

@@ -56,7 +56,7 @@ def num_shards(request: pytest.FixtureRequest) -> int:
 def serve(path: Path, num_shards: int, *flags: str, grpc: bool = False) -> Iterator[Served]:
     with Served(path, "--shards", str(num_shards), *flags, grpc=grpc) as served:
         if num_shards > 1:
-            wait_until(lambda: len(served.http_fronts()) == num_shards)
+            wait_until(lambda: len(served.shards()) == num_shards)
         yield served
 
 
@@ -116,10 +116,10 @@ def test_faults(tmp_path: Path, num_shards: int):
                 ends = time.monotonic() + FAULTS_S
                 while time.monotonic() < ends:
                     await asyncio.sleep(1)
-                    fronts, workers = served.http_fronts(), served.workers()
+                    shards, workers = served.shards(), served.workers()
                     # One stays of each kind, so that there is always one that answers.
-                    if len(fronts) > 1 and chance.random() < 0.5:
-                        victim = chance.choice(fronts)
+                    if len(shards) > 1 and chance.random() < 0.5:
+                        victim = chance.choice(shards)
                         os.kill(victim.pid, signal.SIGSTOP)
                         num_own += num_sockets(victim)
                         # It dies at work, not at rest.
@@ -155,7 +155,7 @@ def test_drain(tmp_path: Path, num_shards: int):
     # Its exit code is checked here.
     served = Served(tmp_path, "--shards", str(num_shards))
     if num_shards > 1:
-        wait_until(lambda: len(served.http_fronts()) == num_shards)
+        wait_until(lambda: len(served.shards()) == num_shards)
 
     async def scenario() -> Load:
         async with Load(served.port, 32, model="m") as load:

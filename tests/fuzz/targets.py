@@ -135,9 +135,9 @@ def frame(data: bytes) -> None:
         frames.decode_from_worker,
         frames.decode_shard_to_worker,
         frames.decode_worker_to_shard,
-        frames.decode_to_front,
-        frames.decode_all_to_front,
-        frames.decode_all_from_front,
+        frames.decode_to_shard,
+        frames.decode_all_to_shard,
+        frames.decode_all_from_shard,
     ):
         try:
             read = decode(data)

@@ -42,7 +42,7 @@ class Servers:
         self.broken: set[str] = set()
 
     def comparison(self, **given):
-        wishes = {"device": "cpu", "tiny": True, "fronts": 1, "generators": 1, "rounds": 2}
+        wishes = {"device": "cpu", "tiny": True, "shards": 1, "generators": 1, "rounds": 2}
         wishes |= {"limit_s": 1e6, "again": False, "work": self.folder}
         args = argparse.Namespace(**wishes | {"out": self.folder / "found.json"} | given)
         self.elapsed_s = 0.0

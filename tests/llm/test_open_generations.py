@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 import signal
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -24,6 +25,8 @@ from penstock.errors import (  # noqa: E402
     Overloaded,
     QuotaExceeded,
 )
+from penstock.llm import messages  # noqa: E402
+from penstock.llm.engine_supervisor import EngineLife, EngineSupervisor  # noqa: E402
 from penstock.llm.generation import Generation  # noqa: E402
 from penstock.llm.messages import GenerateRequest, pack_tokens  # noqa: E402
 from penstock.llm.open_generations import OpenGenerations  # noqa: E402
@@ -70,16 +73,36 @@ def a_generation(prompt="the cat", arrived=0.0, caller=b"", **options) -> Genera
     return Generation(request, Sink(), caller, arrived)
 
 
+class Whole(OpenGenerations):
+    """With the engine of its own, as the only shard has it."""
+
+    def __init__(self, metrics, settings, text, life=EngineLife, clock=time.monotonic, **quotas):
+        self.engine = EngineSupervisor(settings, metrics, life, clock)
+        super().__init__(metrics, settings, self.engine, clock, **quotas)
+        self.vocabulary = text
+        self.engine.join(0, self)
+
+    def received(self, datagram):
+        message = messages.decode_engine_to_shard(datagram)
+        if isinstance(message, messages.StepReport):
+            self.last_report = message
+        super().received(datagram)
+
+    async def stop(self):
+        self.close()
+        await self.engine.close()
+
+
 @asynccontextmanager
 async def started(folder, life=EngineThread, text=TEXT, quotas=None, **changes):
     tiny.write_folder(folder, **CONFIG)
     settings = tiny.settings_of(folder, max_length=200, **changes)
-    model = OpenGenerations(ModelMetrics("smol", ""), settings, text, life, quotas=quotas)
+    model = Whole(ModelMetrics("smol", ""), settings, text, life, quotas=quotas)
     await model.engine.process.start()
     try:
         yield model
     finally:
-        await model.engine.close()
+        await model.stop()
 
 
 async def ended(generation, timeout_s=60):
@@ -187,7 +210,7 @@ def test_nobody_hears_of_what_was_given_up(tmp_path):
             last = a_generation(max_tokens=2)
             await answered(model, last)
             assert [each.sink.texts for each in many] == seen and model.is_idle
-            assert model.metrics.last_report.num_free_blocks == model.engine.ready.num_blocks
+            assert model.last_report.num_free_blocks == model.engine.ready.num_blocks
 
     run(scenario)
 
@@ -246,7 +269,7 @@ def test_what_it_does_is_counted(tmp_path):
         tiny.write_folder(tmp_path, **CONFIG)
         counted = ModelMetrics("smol", "1")
         settings = tiny.settings_of(tmp_path, max_length=200, max_tokens=4)
-        model = OpenGenerations(counted, settings, TEXT, EngineThread, Ticking())
+        model = Whole(counted, settings, TEXT, EngineThread, Ticking())
         await model.engine.process.start()
         found = model.metrics
         prompt = "the cat sat on the mat, a naïve café"
@@ -278,28 +301,24 @@ def test_what_it_does_is_counted(tmp_path):
         await asyncio.sleep(0.05)
         # What the engine told before it knew is of nobody any more.
         assert found.num_running == 0
-        await model.engine.close()
+        await model.stop()
 
     run(scenario)
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path):
     async def scenario():
-        model = OpenGenerations(
-            ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread
-        )
+        model = Whole(ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread)
         with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
             await model.engine.process.start()
-        await model.engine.close()
+        await model.stop()
 
     run(scenario)
 
 
 def test_before_it_is_loaded_nothing_is_taken(tmp_path):
     async def scenario():
-        model = OpenGenerations(
-            ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread
-        )
+        model = Whole(ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread)
         asked = a_generation()
         model.submit(asked)
         assert isinstance(asked.sink.error, NotReady)
@@ -323,7 +342,7 @@ def test_whoever_waits_when_it_is_unloaded_is_told(tmp_path):
 def test_while_it_is_unloaded_nothing_more_is_taken(tmp_path):
     async def scenario():
         async with started(tmp_path) as model:
-            closing = asyncio.ensure_future(model.engine.close())
+            closing = asyncio.ensure_future(model.stop())
             await asyncio.sleep(0)
             late = a_generation()
             model.submit(late)
@@ -336,12 +355,10 @@ def test_while_it_is_unloaded_nothing_more_is_taken(tmp_path):
 def test_one_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
-        model = OpenGenerations(
-            ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread
-        )
+        model = Whole(ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread)
         starting = asyncio.ensure_future(model.engine.process.start())
         await asyncio.sleep(0)
-        await model.engine.close()
+        await model.stop()
         with pytest.raises(asyncio.CancelledError):
             await starting
 
@@ -373,7 +390,7 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
         tiny.write_folder(tmp_path, **CONFIG)
         settings = tiny.settings_of(tmp_path, max_length=200, hang_s=6.0)
         counts = ModelMetrics("smol", "1")
-        model = OpenGenerations(counts, settings, TEXT)
+        model = Whole(counts, settings, TEXT)
         await model.engine.process.start()
         try:
             assert (await answered(model, a_generation())).error is None
@@ -391,7 +408,7 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
             assert model.engine.process.pid != stopped
             assert (await answered(model, a_generation())).error is None
         finally:
-            await model.engine.close()
+            await model.stop()
 
     run(scenario)
 
@@ -428,9 +445,7 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
 def test_in_a_process_that_is_killed(tmp_path):
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
-        model = OpenGenerations(
-            ModelMetrics("smol", ""), tiny.settings_of(tmp_path, max_length=200), TEXT
-        )
+        model = Whole(ModelMetrics("smol", ""), tiny.settings_of(tmp_path, max_length=200), TEXT)
         await model.engine.process.start()
         first = a_generation()
         assert (await answered(model, first)).error is None
@@ -444,7 +459,7 @@ def test_in_a_process_that_is_killed(tmp_path):
                 await asyncio.sleep(0.05)
         again = a_generation()
         assert (await answered(model, again)).texts == first.sink.texts
-        await model.engine.close()
+        await model.stop()
 
     run(scenario)
 
@@ -483,7 +498,7 @@ def test_a_key_that_used_up_its_tokens_waits_until_they_are_back(tmp_path):
         tiny.write_folder(tmp_path, **CONFIG)
         settings = tiny.settings_of(tmp_path, max_length=200)
         metrics = ModelMetrics("smol", "")
-        model = OpenGenerations(metrics, settings, TEXT, EngineThread, clock, quotas=quotas)
+        model = Whole(metrics, settings, TEXT, EngineThread, clock, quotas=quotas)
         await model.engine.process.start()
         prompt = [1, 2, 3, 4, 5]
         sink = await answered(model, a_generation(prompt, max_tokens=25, caller=b"team-a"))
@@ -497,6 +512,6 @@ def test_a_key_that_used_up_its_tokens_waits_until_they_are_back(tmp_path):
         assert (await answered(model, a_generation(prompt, caller=b"team-a"))).error is not None
         clock.advance(0.11)
         assert (await answered(model, a_generation(prompt, caller=b"team-a"))).error is None
-        await model.engine.close()
+        await model.stop()
 
     run(scenario)

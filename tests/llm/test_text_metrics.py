@@ -7,12 +7,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.errors import BackendFailed, Cancelled, InvalidRequest, Overloaded
 from penstock.llm.generation import Generation, SequenceOutput
-from penstock.llm.messages import GenerateRequest, Ready, StepReport, pack_tokens
-from penstock.llm.text_metrics import REASONS, TextMetrics
+from penstock.llm.messages import GenerateRequest, StepReport, pack_tokens
+from penstock.llm.text_metrics import REASONS, TextMetrics, decode_record
 from penstock.llm.text_scrape import token_bounds
 from penstock.sampling_params import SamplingParams
 from penstock.serving.metrics import Histogram, ModelMetrics
+from penstock.serving.metrics_record import record
 from penstock.serving.scrape import Pending, expose
+from penstock.wire.frames import EngineReady
 
 HISTOGRAMS = {
     "time_to_first_token_seconds",
@@ -36,13 +38,12 @@ COUNTERS = {
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 
 
-def a_ready(num_blocks=10, max_length=120) -> Ready:
-    return Ready(1, 0.5, num_blocks, max_length, 50, {})
+def a_ready(num_blocks=10, max_length=120) -> EngineReady:
+    return EngineReady(1, 0.5, num_blocks, max_length, 50, {})
 
 
 def a_step(num_running=0, num_waiting=0, num_free=10, **more) -> StepReport:
-    num_preemptions = more.pop("num_preemptions", 0)
-    return StepReport([], num_running, num_waiting, num_free, num_preemptions, 0.1, **more)
+    return StepReport([], num_running, num_waiting, num_free, 0.1, **more)
 
 
 def a_generation(num_prompt=5, num=1, arrived=100.0) -> Generation:
@@ -148,7 +149,7 @@ class TestRequests:
 
 class TestEngine:
     def test_gauges_are_what_it_told_last_and_nothing_when_nobody_waits(self, model, metrics):
-        metrics.step(a_step(3, 2, num_free=4))
+        metrics.step(a_step(3, 2, num_free=4), 1.0)
         found = scraped(model)
         assert values(found["penstock:num_requests_running"]) == {"num_requests_running": 3}
         assert values(found["penstock:num_requests_waiting"]) == {"num_requests_waiting": 2}
@@ -159,10 +160,11 @@ class TestEngine:
             assert set(values(found[f"penstock:{name}"]).values()) == {0}
 
     def test_counts_go_on_with_another_engine(self, metrics):
-        metrics.step(a_step(num_preemptions=2, num_computed=30, num_asked=20, num_cached=16))
-        metrics.step(a_step(num_preemptions=3, num_computed=31, num_asked=20, num_cached=16))
+        metrics.step(a_step(num_preemptions=2, num_computed=30, num_asked=20, num_cached=16), 1.0)
+        metrics.step(a_step(num_preemptions=1, num_computed=1), 2.0)
         metrics.loaded(a_ready())
-        metrics.step(a_step(num_preemptions=1, num_computed=8, num_asked=8, num_cached=0))
+        metrics.step(a_step(num_preemptions=1, num_computed=8, num_asked=8), 3.0)
+        metrics.step(a_step(), 4.0)
         assert (metrics.num_preemptions, metrics.num_asked, metrics.num_cached) == (4, 28, 16)
         assert metrics.step_tokens.count == 3 and metrics.step_tokens.total == 39
 
@@ -174,8 +176,47 @@ class TestEngine:
         assert metrics.prompt_tokens.bounds[-1] == 1000.0
 
     def test_waits_come_with_steps(self, metrics):
-        metrics.step(a_step(waits_s=(0.1, 0.4)))
+        metrics.step(a_step(waits_s=(0.1, 0.4)), 1.0)
         assert metrics.queue_s.count == 2 and metrics.queue_s.total == pytest.approx(0.5)
+
+
+class TestShards:
+    def shard(self, report=None, now=1.0):
+        """What a shard with one answered request sends, and then a report."""
+        model = ModelMetrics("smol", "1")
+        metrics = TextMetrics(model)
+        metrics.loaded(a_ready())
+        generation = a_generation()
+        give(metrics, generation, 0, 101.0, "stop")
+        metrics.finished(generation, 101.5)
+        if report is not None:
+            metrics.step(report, now)
+        return decode_record(record(model).others)
+
+    def test_counts_and_histograms_are_sums(self, metrics):
+        step = a_step(num_preemptions=1, num_computed=8, num_asked=5, num_cached=4, waits_s=(0.5,))
+        metrics.add([self.shard(step), self.shard(step), self.shard()])
+        assert metrics.num_prompt_tokens == 15 and metrics.num_generated_tokens == 3
+        assert (metrics.num_preemptions, metrics.num_asked, metrics.num_cached) == (2, 10, 8)
+        assert metrics.num_ended == {"stop": 3, "length": 0, "abort": 0, "error": 0}
+        assert metrics.first_token_s.count == metrics.request_s.count == 3
+        assert metrics.queue_s.total == 1.0 and metrics.step_tokens.total == 16
+        assert metrics.prompt_tokens.count == 3 and metrics.prompt_tokens.total == 15
+
+    def test_gauges_are_the_newest_that_a_busy_shard_heard(self, metrics):
+        old, new = self.shard(a_step(9, 9, num_free=0), 5.0), self.shard(a_step(3, 2, 4), 6.0)
+        metrics.add([new, old, self.shard()])
+        assert (metrics.num_running, metrics.num_waiting, metrics.cache_use) == (3, 2, 0.6)
+
+    def test_nothing_runs_when_all_are_idle(self, metrics):
+        metrics.add([self.shard(), self.shard()])
+        assert (metrics.num_running, metrics.num_waiting, metrics.cache_use) == (0, 0, 0.0)
+
+    def test_a_shard_without_an_engine_yet_adds_nothing(self, metrics):
+        model = ModelMetrics("smol", "1")
+        TextMetrics(model)
+        metrics.add([decode_record(record(model).others), self.shard()])
+        assert metrics.prompt_tokens.count == 1
 
 
 class TestScrape:
@@ -204,7 +245,7 @@ class TestScrape:
 
     def test_several_models_share_a_family(self, model, metrics):
         other = ModelMetrics("qwen", "2")
-        TextMetrics(other).step(a_step(7))
+        TextMetrics(other).step(a_step(7), 1.0)
         plain = ModelMetrics("digits", "1")
         text = expose([Pending(each, 0, 1) for each in (model, plain, other)]).decode()
         assert text.count("# TYPE penstock:num_requests_running gauge") == 1

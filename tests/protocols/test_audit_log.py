@@ -15,10 +15,10 @@ from penstock.config import GrpcConfig, HttpLimits
 from penstock.errors import InvalidRequest, NotAllowed
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall, record
-from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.infer_grpc import InferRpcs
+from penstock.protocols.shard_processes import CoreApi
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.serving.catalog import Catalog

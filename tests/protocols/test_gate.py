@@ -188,7 +188,7 @@ def test_a_wrong_key_file_is_explained(tmp_path, text, complaints):
         assert SECRET not in problem
 
 
-def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
+def test_so_many_keys_fit_the_frame_that_opens_a_shard(tmp_path):
     entries = [
         f'[[key]]\nsecret = "{SECRET}{number}"\nscopes = ["infer", "metrics", "admin"]\n'
         for number in range(MAX_KEYS + 1)
@@ -197,12 +197,12 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
     path.write_text("".join(entries[:-1]))
     keys = {digest: tuple(scopes) for digest, scopes in read_keys(path).scopes.items()}
     assert len(frames.encode(frames.SetKeys(keys))) <= MAX_SENT_BYTES
-    frame = frames.OpenFront(frames.VERSION, "localhost", 0, 0, keys=keys)
+    frame = frames.OpenShard(frames.VERSION, 0, keys=keys)
     ours, theirs = socket_pair()
     with ours, theirs:
         ours.send(frames.encode(frame))
         data = theirs.recv(frames.MAX_FRAME_BYTES)
-    assert frames.decode_to_front(data) == frame
+    assert frames.decode_to_shard(data) == frame
     path.write_text("".join(entries))
     with pytest.raises(ConfigError, match="4097 keys; at most 4096"):
         read_keys(path)

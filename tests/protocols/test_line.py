@@ -56,39 +56,39 @@ class End:
 def pair() -> Callable[[], tuple[End, End]]:
     def make() -> tuple[End, End]:
         ours, theirs = socket_pair()
-        return End(ours, frames.decode_all_from_front), End(theirs, frames.decode_all_to_front)
+        return End(ours, frames.decode_all_from_shard), End(theirs, frames.decode_all_to_shard)
 
     return make
 
 
 async def test_frames_arrive_in_order_though_the_socket_is_full(pair, until):
-    core, front = pair()
+    core, shard = pair()
     sent = [frames.Forwarded(call, frames.Parcel((), bytes(100_000))) for call in range(100)]
     for frame in sent:
         core.line.send(frame)
-    assert len(front.heard) == 0
-    await until(lambda: len(front.heard) == len(sent))
-    assert front.heard == sent
+    assert len(shard.heard) == 0
+    await until(lambda: len(shard.heard) == len(sent))
+    assert shard.heard == sent
     core.close()
-    front.close()
+    shard.close()
 
 
 def test_a_frame_that_cannot_be_handled_takes_no_other_with_it(caplog):
-    def receive(frame: frames.FromFront) -> None:
+    def receive(frame: frames.FromShard) -> None:
         if frame == frames.Cancel(1):
             raise KeyError(1)
         heard.append(frame)
 
-    heard: list[frames.FromFront] = []
+    heard: list[frames.FromShard] = []
     handle_all([frames.Cancel(call) for call in range(3)], receive)
     assert heard == [frames.Cancel(0), frames.Cancel(2)]
     assert "a frame could not be handled: Cancel" in caplog.text
 
 
 async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pair, until):
-    core, front = pair()
-    front.line.send(frames.Cancel(1))
-    front.close()
+    core, shard = pair()
+    shard.line.send(frames.Cancel(1))
+    shard.close()
     await until(lambda: core.is_lost)
     assert core.heard == [frames.Cancel(1)]
     core.line.send(frames.Stop())
@@ -97,11 +97,11 @@ async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pai
 
 
 async def test_a_frame_that_no_socket_takes_is_refused(pair):
-    core, front = pair()
+    core, shard = pair()
     with pytest.raises(TooLarge):
         core.line.send(frames.Forwarded(1, frames.Parcel((), bytes(frames.MAX_FRAME_BYTES))))
     core.close()
-    front.close()
+    shard.close()
 
 
 def tensors(*sizes: int) -> list[Tensor]:

@@ -40,7 +40,7 @@ async def test_a_scrape_is_prometheus_text_with_every_process(serve):
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     text = answer.body.decode()
     assert 'penstock_process_resident_bytes{process="core"}' in text
-    assert "penstock_front_restarts" not in text, "there is no front"
+    assert "penstock_shard_restarts" not in text, "there is no shard"
     await watch.close()
 
 

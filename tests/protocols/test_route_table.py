@@ -276,7 +276,7 @@ class Recording:
 
 
 class Forwarding(Recording):
-    """The door of a front: everything is forwarded to the core, which checks it again."""
+    """The door of a shard: everything is forwarded to the core, which checks it again."""
 
     def __init__(self, core: V2Http) -> None:
         self._core = core
@@ -287,7 +287,7 @@ class Forwarding(Recording):
 
 
 class Passed:
-    """The peer of an exchange in the core whose client is at the front."""
+    """The peer of an exchange in the core whose client is at a shard."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -326,13 +326,13 @@ class Wire:
 
 
 class Server:
-    """The core's router, or a front's before it, behind the gate; handlers only record."""
+    """The core's router, or a shard's before it, behind the gate; handlers only record."""
 
-    def __init__(self, has_front: bool = False, handler: Handler | None = None) -> None:
+    def __init__(self, has_shard: bool = False, handler: Handler | None = None) -> None:
         self.seen: list[Match] = []
         gate = Gate(KEYS, frozenset(("localhost",)))
         v2 = V2Http(Recording(self.seen), HttpLimits(), gate)
-        if has_front:
+        if has_shard:
             v2 = V2Http(Forwarding(v2), HttpLimits(), gate)
         self._http = HttpServer(handler or v2.handle, HttpLimits())
 
@@ -368,13 +368,13 @@ class Server:
             assert answered == expected, f"{target} needs {scope}"
 
 
-@pytest.mark.parametrize("has_front", [False, True], ids=["core", "front"])
+@pytest.mark.parametrize("has_shard", [False, True], ids=["core", "shard"])
 @pytest.mark.parametrize("version", ["1.1", pytest.param("1.0", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS.keys())
 async def test_no_spelling_of_a_path_reaches_a_handler_without_its_scope(
-    trick: Trick, version: str, has_front: bool
+    trick: Trick, version: str, has_shard: bool
 ) -> None:
-    server = Server(has_front)
+    server = Server(has_shard)
     for route in ROUTES:
         for method in {*route.methods, "GET", "POST"}:
             server.check(method, trick(example(route.path)), version)

@@ -15,8 +15,8 @@ from engine_thread import EngineThread
 from text_server import NAME, posted, served
 from tiny_text import TOKENIZER
 
-from penstock.llm import engine_supervisor, renderer
-from penstock.llm.renderer import MAX_SHORT, SLOTS
+from penstock.llm import engine_supervisor, language_model
+from penstock.llm.renderer import MAX_SHORT, SLOTS, TextLimits
 from penstock.llm.text import Text
 from penstock.protocols.text_answers import salt_of
 
@@ -178,7 +178,8 @@ class TestLongTexts:
         assert held.num_long == SLOTS["long"]
 
     def test_so_much_and_no_more_waits_for_it(self, tmp_path, held, monkeypatch):
-        monkeypatch.setattr(renderer, "MAX_WAITING_SIZE", 2 * len(LONG) + 1)
+        limits = TextLimits(job_s=60, max_waiting_chars=2 * len(LONG) + 1)
+        monkeypatch.setattr(language_model, "limits_of", lambda settings: limits)
 
         assert run(tmp_path, partial(three_at_once, held)) == [429, 200, 200]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from http_fronts import http_front_of
+from loop_shards import shard_on_loop
 
 import penstock
 from penstock import errors
@@ -38,10 +38,10 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.protocols.fronts import CoreApi
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http_server import HttpServer
+from penstock.protocols.shard_processes import CoreApi
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.repository import layout
 from penstock.repository.layout import RepositoryScan
@@ -50,6 +50,7 @@ from penstock.serving.control import Control
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.regions import RegionTable
+from penstock.serving.shards import Shards
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import DATATYPES, Request, Response, Tensor, TensorSpec
 from penstock.wire.statuses import STATUSES
@@ -154,14 +155,15 @@ def v2_of(catalog: Any, limits: HttpLimits | None = None) -> tuple[V2Http, Manag
 
 
 async def run_until(
-    stop: threading.Event, started: threading.Event, box: list[int], has_front: bool
+    stop: threading.Event, started: threading.Event, box: list[int], has_shard: bool
 ) -> None:
-    catalog = Catalog(start_life=ThreadLife)
+    shards = Shards(1) if has_shard else None
+    catalog = Catalog(start_life=ThreadLife, shards=shards)
     await catalog.load(RepositoryScan([*MODELS, *layout.read(EXAMPLES).configs]))
     assert not catalog.failures
     v2, management = v2_of(catalog)
-    core = CoreApi(management, v2.handle)
-    async with http_front_of(core) if has_front else own_server(v2) as listening:
+    core = CoreApi(management, v2.handle, shards=shards)
+    async with shard_on_loop(core) if has_shard else own_server(v2) as listening:
         box.append(listening.port)
         started.set()
         await asyncio.to_thread(stop.wait)
@@ -190,7 +192,7 @@ def silence() -> Iterator[None]:
         logger.disabled = False
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["core", "front"])
+@pytest.fixture(scope="module", params=[False, True], ids=["core", "shard"])
 def api(request: pytest.FixtureRequest, silence: None) -> Iterator[Api]:
     stop, started = threading.Event(), threading.Event()
     box: list[int] = []

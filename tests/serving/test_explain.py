@@ -343,10 +343,10 @@ def test_a_rerun_waits_before_all_others():
     ("shares", "words"),
     [
         ({"core": 0.5}, []),
-        ({"core": 0.95}, ["takes 95% of a core and answers HTTP itself: penstock serve --shards"]),
-        ({"core": 0.3, "HTTP front 1": 0.5, "HTTP front 2": 0.5}, []),
-        ({"core": 0.3, "HTTP front 1": 1.0}, ["HTTP front 1 takes 100% of a core: more of them"]),
-        ({"core": 0.99, "HTTP front 1": 0.5}, ["takes 99% of a core, beside 1 HTTP fronts"]),
+        ({"core": 0.95}, ["95% of a core and takes all requests itself: penstock serve --shards"]),
+        ({"core": 0.3, "shard 1": 0.5, "shard 2": 0.5}, []),
+        ({"core": 0.3, "shard 1": 1.0}, ["shard 1 takes 100% of a core: more of them"]),
+        ({"core": 0.99, "shard 1": 0.5}, []),
     ],
 )
 def test_an_event_loop_without_time_to_spare_is_told(shares: dict[str, float], words: list[str]):

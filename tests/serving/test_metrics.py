@@ -33,10 +33,10 @@ from penstock.serving.metrics import (
 )
 from penstock.serving.scrape import (
     BATCH_BUCKETS,
-    FrontUse,
     HostUse,
     Pending,
     ProcessUse,
+    ShardUse,
     expose,
 )
 from penstock.serving.served import ModelProcess
@@ -66,14 +66,14 @@ HOST = HostUse(
     400,
     [
         ProcessUse({"process": "core"}, 100, 1.5),
-        ProcessUse({"process": "grpc_front"}, 50, 0.5),
-        ProcessUse({"process": "http_front", "front": "2"}, 60, 0.75),
+        ProcessUse({"process": "shard", "shard": "1"}, 50, 0.5),
+        ProcessUse({"process": "shard", "shard": "2"}, 60, 0.75),
         ProcessUse(
             {"process": "worker", "model": "digits", "version": "3", "instance": "1"}, 70, 2.25
         ),
     ],
 )
-FRONTS = [FrontUse("grpc", 3), FrontUse("http", 0, "1", 12), FrontUse("http", 1, "2", 0)]
+SHARDS = [ShardUse("1", 3, 12), ShardUse("2", 1, 0)]
 SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"(?:,|$)')
 ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
@@ -310,7 +310,7 @@ def scraped() -> tuple[dict[str, str], list[Sample]]:
     metrics.num_deaths["hang"] = 2
     metrics.load_s = 1.5
     models = [Pending(metrics, num_pending=7, num_ready=8)]
-    return parse(expose(models, HOST, FRONTS))
+    return parse(expose(models, HOST, SHARDS))
 
 
 def test_tritons_metrics_have_tritons_names_and_types(
@@ -329,7 +329,7 @@ def test_tritons_metrics_have_tritons_names_and_types(
 def test_every_sample_says_its_model_and_version(
     scraped: tuple[dict[str, str], list[Sample]],
 ) -> None:
-    of_the_server = ("nv_cpu_", "penstock_process_", "penstock_build_", "penstock_front_")
+    of_the_server = ("nv_cpu_", "penstock_process_", "penstock_build_", "penstock_shard_")
     for sample in scraped[1]:
         if not sample.name.startswith(of_the_server):
             assert (sample.labels["model"], sample.labels["version"]) == ("digits", "3")
@@ -352,13 +352,10 @@ def test_values_are_those_of_the_model(scraped: tuple[dict[str, str], list[Sampl
     assert value_of(samples, "penstock_rejections", reason="dropped_late") == 0
     assert value_of(samples, "penstock_worker_deaths", cause="hang") == 2
     assert value_of(samples, "penstock_worker_deaths", cause="crash") == 0
-    assert value_of(samples, "penstock_front_restarts", protocol="grpc") == 3
-    assert value_of(samples, "penstock_front_restarts", protocol="http", front="2") == 1
-    connections = [s for s in samples if s.name == "penstock_front_connections"]
-    assert [(s.labels, s.value) for s in connections] == [
-        ({"protocol": "http", "front": "1"}, 12),
-        ({"protocol": "http", "front": "2"}, 0),
-    ]
+    assert value_of(samples, "penstock_shard_restarts", shard="1") == 3
+    assert value_of(samples, "penstock_shard_restarts", shard="2") == 1
+    connections = [s for s in samples if s.name == "penstock_shard_connections"]
+    assert [(s.labels, s.value) for s in connections] == [({"shard": "1"}, 12), ({"shard": "2"}, 0)]
     assert value_of(samples, "penstock_build_info", version=penstock.__version__) == 1
 
 
@@ -373,9 +370,7 @@ def test_the_machine_and_every_process_are_shown(
     worker = {"process": "worker", "model": "digits", "version": "3", "instance": "1"}
     assert value_of(samples, "penstock_process_resident_bytes", **worker) == 70
     assert value_of(samples, "penstock_process_cpu_seconds", **worker) == 2.25
-    assert (
-        value_of(samples, "penstock_process_cpu_seconds", process="http_front", front="2") == 0.75
-    )
+    assert value_of(samples, "penstock_process_cpu_seconds", process="shard", shard="2") == 0.75
 
 
 def test_batch_sizes_are_a_histogram_over_powers_of_two() -> None:
@@ -413,7 +408,7 @@ def test_the_reference_parser_reads_the_same() -> None:
     metrics = ModelMetrics('di\\gi"ts', "3")
     one = finished(dispatched=0.5, completed=1.0, instance_wait_s=0.25)
     metrics.fold([one], 3, one.timings)
-    text = expose([Pending(metrics, 1, 2)], HOST, FRONTS)
+    text = expose([Pending(metrics, 1, 2)], HOST, SHARDS)
     ours = {(s.name, *sorted(s.labels.items())): s.value for s in parse(text)[1]}
     # It gives Triton's counters the ending that they lack.
     theirs = {

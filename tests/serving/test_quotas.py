@@ -91,6 +91,11 @@ def test_a_queue_that_was_empty_has_room_for_one():
     assert size.estimate(0.0) == 1
 
 
+def start_prompt(quotas, caller, now, num_tokens=0):
+    """The core decides at once."""
+    assert quotas.start_prompt(caller, num_tokens, now, pytest.fail)
+
+
 def test_new_quotas_hold_at_once_and_unchanged_ones_go_on():
     quotas, clock = Quotas({A: Quota(10, 10), B: Quota(10)}), FakeClock()
     for caller in (A, B):
@@ -98,7 +103,7 @@ def test_new_quotas_hold_at_once_and_unchanged_ones_go_on():
     quotas.use_tokens(A, 10, clock())
     quotas.replace({A: Quota(10, 10), B: Quota(20)})
     with pytest.raises(QuotaExceeded):
-        quotas.check_tokens(A, clock())
+        start_prompt(quotas, A, clock())
     assert num_passed(quotas, A, 10, clock) == 0
     assert num_passed(quotas, B, 100, clock) == 20
     quotas.replace({})
@@ -113,20 +118,20 @@ def test_it_is_no_overload_of_the_server_though_clients_may_treat_it_as_such():
 
 def test_tokens_are_counted_after_they_were_used():
     quotas, clock = Quotas({A: Quota(tokens_per_s=100), B: Quota(requests_per_s=1)}), FakeClock()
-    quotas.check_tokens(A, clock())
-    quotas.use_tokens(A, 350, clock())
+    start_prompt(quotas, A, clock(), 50)
+    quotas.use_tokens(A, 300, clock())
     with pytest.raises(QuotaExceeded, match="may use 100 tokens/s") as caught:
-        quotas.check_tokens(A, clock())
+        start_prompt(quotas, A, clock())
     assert caught.value.retry_after_s == pytest.approx(2.51)
     clock.advance(2.52)
-    quotas.check_tokens(A, clock())
+    start_prompt(quotas, A, clock())
     clock.advance(3600)
     quotas.use_tokens(A, 100, clock())
     with pytest.raises(QuotaExceeded):
-        quotas.check_tokens(A, clock())
+        start_prompt(quotas, A, clock())
     for caller in (B, b""):
         quotas.use_tokens(caller, 10**9, clock())
-        quotas.check_tokens(caller, clock())
+        start_prompt(quotas, caller, clock())
 
 
 def test_a_share_counts_what_is_held_and_forgets_what_left():

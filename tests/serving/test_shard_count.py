@@ -72,7 +72,7 @@ SHARE = (
 )
 
 
-class TestDefault:
+class TestChosen:
     """`server.choose_shards`: what one process must do leads to one shard, not to an error."""
 
     @pytest.fixture(autouse=True)
@@ -80,18 +80,19 @@ class TestDefault:
         monkeypatch.setattr(server, "usable_cores", lambda: 16)
 
     def choose(self, *configs: ModelConfig, **options: object) -> str:
-        return str(server.choose_shards(configs, ServeOptions(**options)))
+        return str(server.choose_shards(configs, ServeOptions(**{"shards": 0} | options)))
 
     def test_several(self) -> None:
         assert self.choose(GPU) == "8 shards: models use 1 of 16 cores"
+
+    def test_default(self) -> None:
+        assert server.choose_shards([GPU], ServeOptions()).number == 1
 
     def test_given(self) -> None:
         assert self.choose(GPU, shards=3) == "3 shards: as --shards says"
         assert self.choose(model(LLM, "cuda:0"), shards=3) == "3 shards: as --shards says"
 
     def test_refusals(self, tmp_path: Path) -> None:
-        assert self.choose(GPU, fronts=2) == "1 shard: --fronts 2"
-        assert self.choose(GPU, model(LLM, "cuda:0")) == "1 shard: 'llm' is a language model"
         explicit = {"model_control_mode": "explicit", "load_model": ("pytorch",)}
         assert "loaded later" in self.choose(GPU, **explicit)
         assert self.choose(GPU, **explicit | {"load_model": ("*",)}).startswith("8 shards")

@@ -53,7 +53,7 @@ class Session:
     def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None:
         if not self.is_open or self.is_silent:
             return
-        (sent,) = frames.decode_all_to_front(frames.join([frames.encode(frame)]))
+        (sent,) = frames.decode_all_to_shard(frames.join([frames.encode(frame)]))
         assert isinstance(sent, frames.ToPart)
         sock = socket.socket(fileno=os.dup(fds[0])) if fds else None
         asyncio.get_running_loop().call_soon(self._hear, sent, sock)
@@ -65,7 +65,7 @@ class Session:
             sock.close()
 
     def _tell(self, frame: frames.Frame) -> None:
-        (sent,) = frames.decode_all_from_front(frames.join([frames.encode(frame)]))
+        (sent,) = frames.decode_all_from_shard(frames.join([frames.encode(frame)]))
         assert isinstance(sent, frames.FromPart)
         if self.is_open and not self.is_silent:
             asyncio.get_running_loop().call_soon(self._shards.receive, self._number, sent)

@@ -22,7 +22,7 @@ def test_members_are_named_as_given_and_one_that_has_gone_is_left_out():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     labels = {"process": "worker", "model": "digits", "version": "2", "instance": "1"}
-    members = [(gone.pid, {"process": "http_front"}), (os.getppid(), labels)]
+    members = [(gone.pid, {"process": "shard"}), (os.getppid(), labels)]
     _, worker = ProcessUsage().read(members).processes
     assert worker.labels == labels
     assert worker.resident_bytes > 0

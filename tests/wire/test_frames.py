@@ -110,43 +110,42 @@ WORKER_TO_SHARD = [
 PIECE = frames.TensorHeader("x", "FP32", (1, 2), 8)
 INLINE = frames.Parcel((PIECE,), b"12345678")
 AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
-FROM_FRONT = [
+FROM_SHARD = [
     frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
     frames.FromPart(3, frames.MayTry(True)),
+    frames.FromPart(3, frames.EngineHung(2, 60.0)),
     frames.Lease(b"key", -3),
+    frames.TakeTokens(1, b"key", 12),
+    frames.UseTokens(b"key", 3),
     frames.Manage(1, "index", "m", "2", {"ready": True}, b"key"),
     frames.ShardAnswer(9, frames.Parcel((), b"answer"), "an error"),
-    frames.Listening(frames.VERSION, 8001),
-    frames.StartFailed(("cannot listen",)),
-    frames.Infer(1, "m", "2", 0.5, INLINE),
-    frames.Infer(1, "m", "2", 0.5, AT_OFFSET, "id", ("y",), {"b": True}, 3, 1.5, {"y": 5}),
+    frames.Listening(frames.VERSION),
+    frames.StartFailed(("cannot start",)),
     frames.Cancel(1),
     frames.Release((0, 64)),
-    frames.Infer(1, "m", "2", 0.5, INLINE, wants_timings=True),
     frames.Forward(1, 0.5, b"GET", b"/v2?a", {b"host": b"\xff"}, True, False, INLINE),
     frames.Pong(),
     frames.Pong(7),
 ]
-TO_FRONT = [
+TO_SHARD = [
     frames.ToPart(3, frames.SetWorker(1, 7, {1: 0.5, 8: 0.75})),
     frames.ToPart(3, frames.Verdict(7, True, False, True)),
     frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
+    frames.ToPart(3, frames.SetEngine(2, frames.EngineReady(2, 1.5, 10, 64, 50, {"a": "b"}), 9, 8)),
+    frames.ToPart(3, frames.EngineEnded("was killed", "its engine was killed", 1.5, 0.5)),
     frames.Leased(b"key", 3, 0.5),
     frames.OpenRegion(b"key", REGION),
     frames.CloseRegion(3),
     frames.MoveClients(7),
+    frames.TokensTaken(1, 0.25),
     frames.Managed(1, INLINE),
     frames.Managed(1, frames.Parcel(), "NotFound", "é"),
     frames.AskShard(9, frames.Parcel((), b"question")),
     frames.Release((64,)),
-    frames.OpenFront(frames.VERSION, "::1", 0, 4096),
-    frames.OpenFront(frames.VERSION, "::1", 0, 4096, {b"\xff\0": ("infer", "admin")}),
-    frames.OpenFront(frames.VERSION, "::1", 0, 4096, limits=HttpLimits(7), hosts=("a",)),
-    frames.OpenFront(frames.VERSION, "::1", 0, 4096, shard=1, grpc=GrpcConfig(0, 7, "gzip")),
-    frames.InferReply(1, INLINE, "m", "2", {"s": "é"}),
-    frames.InferReply(1, INLINE, "m", "2", timings=(0.5, 1.0, 0.0, 1.0, 2.0, 3.0, 4.0)),
-    frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", retry_after_s=2.5),
-    frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", error="full", is_final=False),
+    frames.OpenShard(frames.VERSION, 1, 4096),
+    frames.OpenShard(frames.VERSION, 1, 4096, {b"\xff\0": ("infer", "admin")}),
+    frames.OpenShard(frames.VERSION, 1, 4096, limits=HttpLimits(7), hosts=("a",)),
+    frames.OpenShard(frames.VERSION, 1, grpc=GrpcConfig(0, 7, "gzip"), token_rates={b"k": 0.5}),
     frames.Forwarded(1, INLINE, True),
     frames.Forwarded(1, frames.Parcel(), is_cut=True),
     frames.Ping(),
@@ -155,16 +154,12 @@ TO_FRONT = [
     frames.Stop(),
 ]
 
-OPEN = "95a46f70656e01a168cd1f41cd1000"
-INFER = (
-    "9ba3696e6605a16da131cb3fe000000000000094a370636c9195a174a178a44650333292010208"
-    "c4083132333435363738c0a26964908000c0"
-)
+OPEN = "94a46f70656e0102cd1000"
 
 
-def decode_from_front(data: bytes) -> frames.FromFront:
+def decode_from_shard(data: bytes) -> frames.FromShard:
     """As the core reads it: one of the frames of a datagram."""
-    (frame,) = frames.decode_all_from_front(frames.join([data]))
+    (frame,) = frames.decode_all_from_shard(frames.join([data]))
     return frame
 
 
@@ -173,8 +168,8 @@ DIRECTIONS = {
     "from worker": (frames.decode_from_worker, FROM_WORKER),
     "shard to worker": (frames.decode_shard_to_worker, SHARD_TO_WORKER),
     "worker to shard": (frames.decode_worker_to_shard, WORKER_TO_SHARD),
-    "from front": (decode_from_front, FROM_FRONT),
-    "to front": (frames.decode_to_front, TO_FRONT),
+    "from shard": (decode_from_shard, FROM_SHARD),
+    "to shard": (frames.decode_to_shard, TO_SHARD),
 }
 CASES = [
     pytest.param(decode, frame, id=f"{direction}, {type(frame).__name__}")
@@ -213,8 +208,8 @@ def test_every_frame_of_every_direction_is_covered_here() -> None:
             frames.FromWorker,
             frames.ShardToWorker,
             frames.WorkerToShard,
-            frames.FromFront,
-            frames.ToFront,
+            frames.FromShard,
+            frames.ToShard,
         ),
         DIRECTIONS.values(),
         strict=True,
@@ -224,11 +219,11 @@ def test_every_frame_of_every_direction_is_covered_here() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 300])
 def test_frames_that_are_joined_are_read_one_by_one(count: int) -> None:
-    sent = (FROM_FRONT * count)[:count]
+    sent = (FROM_SHARD * count)[:count]
     joined = frames.join([frames.encode(frame) for frame in sent])
-    assert frames.decode_all_from_front(joined) == sent
+    assert frames.decode_all_from_shard(joined) == sent
     with pytest.raises(msgspec.DecodeError):
-        frames.decode_all_from_front(joined + b"\x00")
+        frames.decode_all_from_shard(joined + b"\x00")
 
 
 def test_a_model_config_arrives_whole_and_of_the_same_types() -> None:
@@ -340,19 +335,18 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
             "98a372647901cb3fe000000000000081a161a1628101cb3fd0000000000000c295a3707266a0a0909080",
         ),
         (frames.decode_from_worker, frames.StartFailed(("no",)), "92a362616491a26e6f"),
-        (frames.decode_to_front, frames.OpenFront(1, "h", 8001, 4096), OPEN),
-        (decode_from_front, frames.Listening(1, 8001), "93a36c697301cd1f41"),
-        (decode_from_front, frames.Infer(5, "m", "1", 0.5, INLINE, "id"), INFER),
-        (decode_from_front, frames.Cancel(5), "92a4696e666305"),
+        (frames.decode_to_shard, frames.OpenShard(1, 2, 4096), OPEN),
+        (decode_from_shard, frames.Listening(1), "92a36c697301"),
+        (decode_from_shard, frames.Cancel(5), "92a4696e666305"),
         (
-            frames.decode_to_front,
-            frames.InferReply(5, frames.Parcel(offset=64), "m", "1"),
-            "99a4696e66720594a370636c90c40040a16da13180a0a0c3",
+            frames.decode_to_shard,
+            frames.Managed(5, frames.Parcel(offset=64)),
+            "95a46d6e67640594a370636c90c40040a0a0",
         ),
     ],
 )
-def test_version_2_reads_what_version_2_wrote(decode: Any, frame: Any, written: str) -> None:
-    assert frames.VERSION == 2, "a new version needs new bytes here"
+def test_version_3_reads_what_version_3_wrote(decode: Any, frame: Any, written: str) -> None:
+    assert frames.VERSION == 3, "a new version needs new bytes here"
     assert decode(bytes.fromhex(written)) == frame
 
 
@@ -439,21 +433,19 @@ def test_any_done_is_read_as_it_was_written(frame: frames.Done) -> None:
 @settings(deadline=None, max_examples=at_most(150))
 @given(
     st.builds(
-        frames.Infer,
+        frames.Forward,
         sizes,
-        st.text(),
-        st.text(),
         seconds,
+        st.binary(max_size=8),
+        st.binary(max_size=20),
+        st.dictionaries(st.binary(max_size=8), st.binary(max_size=8), max_size=2),
+        st.booleans(),
+        st.booleans(),
         parcels,
-        st.text(),
-        st.lists(st.text(), max_size=2).map(tuple),
-        parameters,
-        st.integers(0, 2**31),
-        st.none() | st.floats(0, 1e9),
     )
 )
-def test_any_infer_is_read_as_it_was_written(frame: frames.Infer) -> None:
-    assert decode_from_front(frames.encode(frame)) == frame
+def test_any_message_is_read_as_it_was_written(frame: frames.Forward) -> None:
+    assert decode_from_shard(frames.encode(frame)) == frame
 
 
 @settings(deadline=None, max_examples=at_most(300))

@@ -1,9 +1,8 @@
-"""Front processes as the core sees them: starts, health checks, restarts, drain.
+"""The processes of shards as the core sees them: starts, health checks, restarts, drain.
 
-A front decodes and encodes a protocol in its own process. Its requests arrive as frames and go to
-the models of the catalog like any others; messages that it leaves to the core go to the core's own
-handler. A crash of a front does not affect the core: its requests are cancelled and a new front is
-started; a front that stops answering pings is killed. Lives on the core's event loop.
+Messages that a shard leaves to the core go to the core's own handler, and what it says about models
+to `serving.shards`. A crash of a shard does not affect the core: its messages are given up and a
+new process is started; one that stops answering pings is killed. Lives on the core's event loop.
 """
 
 from __future__ import annotations
@@ -20,126 +19,85 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
-from penstock.errors import (
-    SHUTTING_DOWN,
-    BackendFailed,
-    ConfigError,
-    NotReady,
-    Overloaded,
-    PenstockError,
-)
+from penstock.config import MIB, HttpLimits
+from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.processes.child import ChildProcess, StartLife
 from penstock.processes.life import ProcessLife
 from penstock.processes.restarts import MAX_LOAD_DEATHS, CrashLoop
-from penstock.protocols import access_log, audit_log
+from penstock.protocols import audit_log
 from penstock.protocols.answer_sender import Keep
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_reader import MessageHead
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
 from penstock.serving.management import ManagementApi, ManagementCall
-from penstock.serving.scrape import FrontUse
-from penstock.serving.served import Served
+from penstock.serving.scrape import ShardUse
 from penstock.serving.shards import ShardGone, Shards
 from penstock.serving.slab import Segment
-from penstock.types import Buffer, Request, RequestedOutput, Response, Tensor, Timings
+from penstock.types import Buffer, Tensor
 from penstock.wire import frames
 from penstock.wire.frames import Forwarded, Frame
-from penstock.wire.v2 import classified
 
-log = logging.getLogger("penstock.fronts")
+log = logging.getLogger("penstock.shards")
 
 SHARD = functools.partial(ProcessLife, module="penstock.protocols.shard_main")
-HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
-# Shared memory of an HTTP front for tensors to the core, and as much again for answers; at least
-# twice the largest request. Untouched pages cost nothing.
-HTTP_SEGMENT_BYTES = 256 * MIB
-# How much larger than its JSON a tensor may be: a digit and a comma become eight bytes.
-JSON_GROWTH = 4
-# An HTTP front that does not answer for this long is hung. It gets more time for decoding the
-# largest JSON allowed, at JSON_RATE bytes per second.
-HTTP_HANG_S = 10.0
+# Shared memory of a shard for messages to the core, and as much again for answers; at least twice
+# the largest message. Untouched pages cost nothing.
+SEGMENT_BYTES = 256 * MIB
+# A shard that does not answer for this long is hung. It gets more time for decoding the largest
+# JSON allowed, at JSON_RATE bytes per second.
+HANG_S = 10.0
 JSON_RATE = 16 * MIB
 STOP_TIMEOUT_S = 5.0
 PING_S = 1.0
-# Time for a front to start listening.
+# Time for a shard to start.
 START_S = 60.0
 # Characters of an error, which may quote names of any length from the client.
 MAX_TEXT = MAX_SENT_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
-class FrontSpec:
-    """One front: its protocol, its process, and the `opening` frame sent first."""
+class ShardSpec:
+    """One shard: its process, and the `opening` frame sent first."""
 
-    protocol: str
-    opening: frames.OpenFront
+    opening: frames.OpenShard
     hang_s: float
-    start_life: StartLife
-    # From 1 if there are several fronts of this kind; otherwise 0.
-    number: int = 0
-    # Those of a shard, which the core keeps open when the shard has ended: HTTP and gRPC.
+    # For HTTP and, if it is served, gRPC. The core keeps them open when the shard has ended.
     listeners: tuple[socket.socket, ...] = ()
+    start_life: StartLife = SHARD
 
     @property
-    def shard(self) -> int | None:
+    def shard(self) -> int:
+        """Its number, from 0."""
         return self.opening.shard
 
     @property
     def name(self) -> str:
-        kind = "HTTP front" if self.shard is None else "shard"
-        return f"{kind} {self.number}"
-
-
-def http_spec(
-    number: int,
-    place: tuple[str, int],
-    limits: HttpLimits,
-    gate: Gate,
-    logs_requests: bool = False,
-    tls: TlsConfig | None = None,
-) -> FrontSpec:
-    """Describe one of the HTTP fronts, which share a host and port."""
-    largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
-    opening = frames.OpenFront(
-        frames.VERSION,
-        *place,
-        max(HTTP_SEGMENT_BYTES, 2 * largest),
-        keys=_keys(gate),
-        limits=limits,
-        hosts=None if gate.hosts is None else tuple(gate.hosts),
-        logs_requests=logs_requests,
-        tls=tls,
-    )
-    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
-    return FrontSpec("http", opening, hang_s, HTTP_FRONT, number)
+        return f"shard {self.shard + 1}"
 
 
 def shard_spec(
-    front: FrontSpec,
-    shard: int,
-    listeners: tuple[socket.socket, ...],
-    grpc: GrpcConfig | None = None,
-    allows_regions: bool = False,
-) -> FrontSpec:
-    """Describe a shard: like an HTTP front, with models and the listeners that the core has made,
-    the second of them for gRPC."""
+    opening: frames.OpenShard, listeners: tuple[socket.socket, ...], gate: Gate
+) -> ShardSpec:
+    """Describe a shard; fills in its memory, and what the gate knows."""
+    limits = opening.limits or HttpLimits()
     opening = msgspec.structs.replace(
-        front.opening, shard=shard, grpc=grpc, allows_regions=allows_regions
+        opening,
+        segment_bytes=max(SEGMENT_BYTES, 2 * limits.max_body_bytes),
+        keys=_keys(gate),
+        hosts=None if gate.hosts is None else tuple(gate.hosts),
     )
-    number = shard + 1
-    return replace(front, opening=opening, start_life=SHARD, number=number, listeners=listeners)
+    return ShardSpec(opening, HANG_S + limits.max_json_bytes / JSON_RATE, listeners)
 
 
 @dataclass(frozen=True, slots=True)
 class CoreApi:
-    """The core, as fronts call it. `http` answers messages of HTTP fronts; `gate` names callers."""
+    """The core, as the processes of `shards` call it. `http` answers messages that they leave to
+    it; `gate` names callers."""
 
     management: ManagementApi
     http: Handler | None = None
     gate: Gate = field(default_factory=Gate)
-    logs_requests: bool = False
     shards: Shards | None = None
 
     async def manage(self, call: ManagementCall, caller: bytes) -> bytes:
@@ -147,58 +105,8 @@ class CoreApi:
         return await audit_log.answer_rpc(self.management, call, self.gate.name_of(caller))
 
 
-class FrontCall:
-    """A front's request, and the sink that answers it."""
-
-    __slots__ = ("_number", "_session", "_wants_classes", "_wants_timings", "model", "request")
-
-    def __init__(self, session: Session, frame: frames.Infer, model: Served) -> None:
-        self._session = session
-        self._number = frame.call
-        self._wants_classes = bool(frame.classes)
-        self._wants_timings = frame.wants_timings
-        self.model = model
-        self.request = request = Request(
-            self,
-            session.unpack(frame.parcel),
-            frame.received,
-            id=frame.id,
-            outputs=[
-                RequestedOutput(name, {"classification": frame.classes[name]})
-                if name in frame.classes
-                else RequestedOutput(name)
-                for name in frame.outputs
-            ],
-        )
-        request.form = (frame.outputs, frame.parcel.pieces)
-        request.parameters = frame.parameters or None
-        request.priority = frame.priority
-        request.timeout_s = frame.timeout_s
-        request.caller = frame.caller
-
-    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
-        if self._wants_classes and isinstance(answer, Response):
-            try:
-                answer = classified(request, answer, self.model.config.outputs)
-            except PenstockError as error:
-                answer = error
-        if isinstance(answer, PenstockError):
-            self._session.refuse(self._number, answer)
-        else:
-            timings = request.timings if self._wants_timings else None
-            self._session.reply(self._number, answer, final, timings)
-
-
-class LoggedCall(FrontCall):
-    __slots__ = ()
-
-    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
-        super().respond(request, answer, final)
-        access_log.ended(self._session.spec.protocol, self.model.config, request, answer)
-
-
 class Relay:
-    """A message of a front's client, as the peer of an exchange in the core. The answer goes back
+    """A message of a shard's client, as the peer of an exchange in the core. The answer goes back
     whole or, if it is streamed, in parts."""
 
     def __init__(self, session: Session, frame: frames.Forward) -> None:
@@ -213,7 +121,7 @@ class Relay:
 
     @property
     def num_unsent(self) -> int:
-        """Always 0: the front limits unsent bytes."""
+        """Always 0: the shard limits unsent bytes."""
         return 0
 
     def will_keep_alive(self, head: MessageHead) -> bool:
@@ -251,25 +159,25 @@ class Relay:
 
 
 class Session:
-    """One lifetime of a front process: its socket, its memory and its open requests."""
+    """One lifetime of a shard's process: its socket, its memory and its open messages."""
 
     def __init__(
         self,
         core: CoreApi,
-        spec: FrontSpec,
+        spec: ShardSpec,
         segments: tuple[Segment, Segment],
-        notify: Callable[[frames.FromFront], None],
+        notify: Callable[[frames.FromShard], None],
         died: Callable[[str], None],
     ) -> None:
         """OSError if the process cannot be started."""
-        self._core = core
+        assert core.shards is not None
+        self._core, self._shards = core, core.shards
         self._catalog = core.management.catalog
         self.lifecycle = core.management.lifecycle
         self.spec = spec
         self._notify = notify
         self._requests, self._answers = segments
         self._outbox = Outbox(self._answers)
-        self._calls: dict[int, FrontCall] = {}
         self.relays: dict[int, Relay] = {}
         self._managing: dict[int, asyncio.Task[None]] = {}
         # Questions to a shard.
@@ -281,27 +189,22 @@ class Session:
 
     @property
     def num_running(self) -> int:
-        """Unanswered requests and messages, and answers that wait for memory."""
-        waiting = len(self._managing) + self._outbox.num_waiting
-        return len(self._calls) + len(self.relays) + waiting
+        """Unanswered messages and calls, and answers that wait for memory."""
+        return len(self._managing) + self._outbox.num_waiting + len(self.relays)
 
-    def open(self, frame: frames.OpenFront) -> None:
+    def open(self, frame: frames.OpenShard) -> None:
         try:
-            more: list[int] = []
-            if self.spec.shard is not None and self._core.shards is not None:
-                listeners = [each.fileno() for each in self.spec.listeners]
-                more = [self._core.shards.blocks.fd, *listeners]
-            self.child.send(frames.encode(frame), (self._requests.fd, self._answers.fd, *more))
+            listeners = [each.fileno() for each in self.spec.listeners]
+            segments = self._requests.fd, self._answers.fd
+            fds = *segments, self._shards.blocks.fd, *listeners
+            self.child.send(frames.encode(frame), fds)
         except OSError as error:
             log.error("the %s cannot be given its memory: %s", self.spec.name, error)
             self.child.life.kill()
 
     def close(self) -> None:
-        """Cancel the requests of a front that has exited."""
+        """Give up the messages of a shard that has exited."""
         self.line.close()
-        for call in list(self._calls.values()):
-            call.model.cancel(call.request)
-        self._calls.clear()
         relays = list(self.relays.values())
         self.relays.clear()
         for relay in relays:
@@ -344,49 +247,11 @@ class Session:
     def unpack(self, parcel: frames.Parcel) -> list[Tensor]:
         return unpack(parcel, self._requests)
 
-    def refuse(self, number: int, error: PenstockError) -> None:
-        self._calls.pop(number, None)
-        kind = type(error).__name__
-        text = str(error)[:MAX_TEXT]
-        frame = frames.InferReply(number, frames.Parcel(), error_kind=kind, error=text)
-        if isinstance(error, Overloaded):
-            frame.retry_after_s = error.retry_after_s
-        self.line.send(frame)
-
-    def reply(
-        self, number: int, answer: Response, is_final: bool, timings: Timings | None = None
-    ) -> None:
-        if not self.line.is_open:
-            return
-        if is_final:
-            self._calls.pop(number, None)
-
-        def send(parcel: frames.Parcel) -> None:
-            named, parameters = (answer.model_name, answer.model_version), answer.parameters
-            frame = frames.InferReply(number, parcel, *named, dict(parameters or {}))
-            frame.is_final = is_final
-            if timings is not None:
-                waits = (timings.queued, timings.dispatched, timings.instance_wait_s)
-                frame.timings = (*waits, *timings.compute_s, timings.completed)
-            try:
-                self.line.send(frame)
-            except PenstockError as error:
-                if parcel.offset is not None:
-                    self._outbox.release(parcel.offset)
-                self.refuse(number, BackendFailed(f"the answer: {error}"))
-
-        try:
-            self._outbox.post(number, answer.outputs, send)
-        except PenstockError as error:
-            self.refuse(number, BackendFailed(f"the answer: {error}"))
-
     def _hear(self, data: memoryview) -> None:
-        handle_all(frames.decode_all_from_front(data), self._receive)
+        handle_all(frames.decode_all_from_shard(data), self._receive)
 
-    def _receive(self, frame: frames.FromFront) -> None:
+    def _receive(self, frame: frames.FromShard) -> None:
         match frame:
-            case frames.Infer():
-                self._infer(frame)
             case frames.Release():
                 for offset in frame.offsets:
                     self._outbox.release(offset)
@@ -395,12 +260,11 @@ class Session:
             case frames.Forward():
                 self._forward(frame)
             case frames.FromPart():
-                assert self._core.shards is not None and self.spec.shard is not None
-                self._core.shards.receive(self.spec.shard, frame)
+                self._shards.receive(self.spec.shard, frame)
             case _:
-                self._receive_from_shard(frame)
+                self._receive_more(frame)
 
-    def _receive_from_shard(self, frame: frames.FromFront) -> None:
+    def _receive_more(self, frame: frames.FromShard) -> None:
         match frame:
             case frames.ShardAnswer():
                 self._hear_answer(frame)
@@ -409,6 +273,11 @@ class Session:
                 leased, wait_s = quotas.lease(frame.key, frame.amount, now)
                 if frame.amount > 0:
                     self.line.send(frames.Leased(frame.key, leased, wait_s))
+            case frames.TakeTokens(call, key, amount):
+                wait_s = self._catalog.quotas.take_tokens(key, amount, time.monotonic())
+                self.line.send(frames.TokensTaken(call, wait_s))
+            case frames.UseTokens(key, amount):
+                self._catalog.quotas.use_tokens(key, amount, time.monotonic())
             case frames.Manage():
                 self._managing[frame.call] = task = self._loop.create_task(self._manage(frame))
                 task.add_done_callback(lambda task: self._managing.pop(frame.call))
@@ -441,26 +310,6 @@ class Session:
         else:
             asked.set_result(data)
 
-    def _infer(self, frame: frames.Infer) -> None:
-        name, version = frame.model_name, frame.model_version
-        try:
-            self._catalog.count_request(frame.caller, frame.received, name, version)
-            model = self._catalog.find(name, version)
-            if self.lifecycle.is_draining:
-                error = NotReady(SHUTTING_DOWN)
-                model.refused(error, frame.received)
-                raise error
-            make = LoggedCall if self._core.logs_requests else FrontCall
-            self._calls[frame.call] = call = make(self, frame, model)
-            model.submit(call.request)
-        except PenstockError as error:
-            self.refuse(frame.call, error)
-            if self._core.logs_requests:
-                access_log.refused(self.spec.protocol, {"model": name}, frame.received, error)
-        except Exception:  # The protocol edge.
-            log.exception("a request of a front could not be submitted")
-            self.refuse(frame.call, BackendFailed("internal error"))
-
     def _forward(self, frame: frames.Forward) -> None:
         assert self._core.http is not None
         relay = self.relays[frame.call] = Relay(self, frame)
@@ -470,9 +319,7 @@ class Session:
             relay.exchange.reply_bug()
 
     def _cancel(self, number: int) -> None:
-        if call := self._calls.get(number):
-            call.model.cancel(call.request)
-        elif relay := self.relays.get(number):
+        if relay := self.relays.get(number):
             relay.exchange.leave()
             relay.abort()
         elif task := self._managing.get(number):
@@ -506,11 +353,12 @@ class Silence:
         return self._silent_s > self._limit_s
 
 
-class Front:
-    """Keeps one front running. `port` is where it listens, and stays the same after a restart."""
+class ShardProcess:
+    """Keeps one shard running."""
 
-    def __init__(self, core: CoreApi, spec: FrontSpec) -> None:
-        self._core = core
+    def __init__(self, core: CoreApi, spec: ShardSpec) -> None:
+        assert core.shards is not None
+        self._core, self._shards = core, core.shards
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
@@ -524,9 +372,8 @@ class Front:
         self._crashes = CrashLoop()
         self._opening: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
-        # As of the front's last Pong.
+        # As of its last Pong.
         self.num_connections = 0
-        self.port = spec.opening.port
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
@@ -536,11 +383,9 @@ class Front:
     def pid(self) -> int:
         return self._session.child.life.pid if self._session is not None else 0
 
-    def use(self) -> FrontUse:
-        spec, number = self._spec, str(self._spec.number or "")
-        kind = f"{spec.protocol}_front" if spec.shard is None else "shard"
-        told = (self.num_restarts, number, self.num_connections, spec.name, self.pid)
-        return FrontUse(spec.protocol, *told, kind)
+    def use(self) -> ShardUse:
+        number = str(self._spec.shard + 1)
+        return ShardUse(number, self.num_restarts, self.num_connections, self._spec.name, self.pid)
 
     @property
     def num_running(self) -> int:
@@ -558,10 +403,13 @@ class Front:
         except OSError as error:
             self._restart(f"could not be started ({error})")
             return
-        opening = msgspec.structs.replace(self._spec.opening, port=self.port)
-        if self._spec.shard is not None:
-            quotas = self._core.management.catalog.quotas
-            opening.rates, opening.shares = quotas.rates, quotas.shares
+        quotas = self._core.management.catalog.quotas
+        opening = msgspec.structs.replace(
+            self._spec.opening,
+            rates=quotas.rates,
+            token_rates=quotas.token_rates,
+            shares=quotas.shares,
+        )
         self._session.open(opening)
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
@@ -577,25 +425,26 @@ class Front:
         return session
 
     async def listening(self) -> None:
-        """Wait until the front listens; ConfigError if it cannot."""
+        """Wait until the shard has started; ConfigError if it cannot."""
         await self._first_listening
 
     def set_keys(self, gate: Gate) -> None:
-        """Update the API keys, for this front and for its replacements."""
+        """Update the API keys, for this process and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
-        quotas = self._core.management.catalog.quotas
         opening = msgspec.structs.replace(self._spec.opening, keys=keys)
         self._spec = replace(self._spec, opening=opening)
         if self._session is not None:
-            self._session.line.send(frames.SetKeys(keys, quotas.rates, quotas.shares))
+            quotas = self._core.management.catalog.quotas
+            changed = frames.SetKeys(keys, quotas.rates, quotas.token_rates, quotas.shares)
+            self._session.line.send(changed)
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:
             self._session.line.send(frames.Drain())
 
     async def close(self) -> None:
-        """Let the front shut down gracefully; kill it after STOP_TIMEOUT_S."""
+        """Let the shard shut down gracefully; kill it after STOP_TIMEOUT_S."""
         self._is_stopping = True
         self._first_listening.cancel()
         for timer in (self._timer, self._ticker):
@@ -605,35 +454,34 @@ class Front:
             self._session.line.send(frames.Stop())
             await self._session.child.wait(STOP_TIMEOUT_S)
 
-    def _receive(self, frame: frames.FromFront) -> None:
+    def _receive(self, frame: frames.FromShard) -> None:
         match frame:
             case frames.Pong():
                 self._silence.heard()
                 self.num_connections = frame.num_connections
             case frames.Listening():
                 self._silence = Silence(self._spec.hang_s, self._loop.time())
-                self.port = frame.port
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
                 self._open_shard()
                 if self._core.management.lifecycle.is_draining and self._session is not None:
                     self._session.line.send(frames.Drain())
-                text, extra = "%s listens on port %d (pid %d)", {"front_pid": self.pid}
-                log.info(text, self._spec.name, frame.port, self.pid, extra=extra)
+                text, extra = "%s is up (pid %d)", {"shard_pid": self.pid}
+                log.info(text, self._spec.name, self.pid, extra=extra)
             case frames.StartFailed():
                 self._problems = frame.problems
 
     def _open_shard(self) -> None:
-        """Tell a shard which models it has."""
-        shards, session, shard = self._core.shards, self._session, self._spec.shard
-        if shards is not None and session is not None and shard is not None:
-            task = self._loop.create_task(shards.open(shard, session))
+        """Tell the shard which models it has."""
+        if self._session is not None:
+            opening = self._shards.open(self._spec.shard, self._session)
+            task = self._loop.create_task(opening)
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
     def _tick(self) -> None:
-        """Ping the front; kill it if it hangs, so that it is restarted."""
+        """Ping the shard; kill it if it hangs, so that it is restarted."""
         self._ticker = self._loop.call_later(PING_S, self._tick)
         session = self._session
         if session is None:
@@ -649,8 +497,7 @@ class Front:
         assert self._session is not None
         self._session.close()
         self._session = None
-        if self._core.shards is not None and self._spec.shard is not None:
-            self._core.shards.lose(self._spec.shard)
+        self._shards.lose(self._spec.shard)
         if not self._is_stopping:
             self._restart(reason)
 

@@ -1,4 +1,4 @@
-"""A real server whose HTTP is answered by front processes or by shards."""
+"""A real server of several shards answers as one process does."""
 
 import asyncio
 import contextlib
@@ -22,6 +22,7 @@ import pytest
 import tritonclient.http as httpclient
 from load import Load
 from served import EXAMPLES, Served, null_model, num_sockets
+from waiting import wait_until
 
 KEYS = """
 [[key]]
@@ -35,12 +36,12 @@ scopes = ["infer"]
 """
 ALL = {"X-API-Key": "sixteen characters"}
 USERS = {"X-API-Key": "fifteen and some"}
-CONNECTIONS = re.compile(rb'^penstock_front_connections{protocol="http",front="(\d)"} (\d+)', re.M)
+CONNECTIONS = re.compile(rb'^penstock_shard_connections{shard="(\d)"} (\d+)', re.M)
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("fronts") / "repository"
+    root = tmp_path_factory.mktemp("shards") / "repository"
     shutil.copytree(EXAMPLES, root)
     null_model(root, "faulty", fail_on=13)
     (root / "broken" / "1").mkdir(parents=True)
@@ -56,23 +57,17 @@ def serve(repository: Path, *flags: str) -> Served:
     return Served(repository, *control, *loaded, *keys, *flags)
 
 
-@pytest.fixture(scope="module", params=["--fronts", "--shards"])
-def flag(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def alone(repository: Path, flag: str) -> Iterator[Served]:
-    """For each kind, since tests load models."""
+def alone(repository: Path) -> Iterator[Served]:
     served = serve(repository)
     yield served
     assert served.terminate() == 0
 
 
 @pytest.fixture(scope="module")
-def fronted(repository: Path, flag: str) -> Iterator[Served]:
-    served = serve(repository, flag, "2")
-    assert len(served.http_fronts()) == 2
+def sharded(repository: Path) -> Iterator[Served]:
+    served = serve(repository, "--shards", "2")
+    wait_until(lambda: len(served.shards()) == 2)
     yield served
     assert served.terminate() == 0
 
@@ -169,24 +164,24 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_fronts_answer_as_the_core_does(alone: Served, fronted: Served, name: str):
+def test_shards_answer_as_the_core_does(alone: Served, sharded: Served, name: str):
     expected = SAME[name].of(alone)
     assert expected[0] != 500 or name == "infer failing"
-    # Whichever front it is that answers.
+    # Whichever shard it is that answers.
     for _ in range(4):
-        assert SAME[name].of(fronted) == expected
+        assert SAME[name].of(sharded) == expected
 
 
 @pytest.mark.parametrize(
     "path", ["/v2/models/stats", "/v2/models/digits/stats", "/v2/models/digits/explain"]
 )
-def test_what_changes_with_time_has_the_same_form(alone: Served, fronted: Served, path: str):
+def test_what_changes_with_time_has_the_same_form(alone: Served, sharded: Served, path: str):
     def form(value: object) -> object:
         if isinstance(value, dict):
             return {key: form(each) for key, each in value.items()}
         return type(value)
 
-    status, headers, body = Asked(path).of(fronted)
+    status, headers, body = Asked(path).of(sharded)
     other_status, other_headers, other = Asked(path).of(alone)
     assert (status, headers.keys()) == (other_status, other_headers.keys()) == (200, headers.keys())
     assert form(json.loads(body)) == form(json.loads(other))
@@ -196,20 +191,20 @@ def metrics(served: Served) -> bytes:
     return Asked("/metrics").of(served)[2]
 
 
-def test_metrics_know_the_fronts_and_how_many_clients_each_has(fronted: Served):
-    names = set(re.findall(rb"^# TYPE (\S+)", metrics(fronted), re.M))
-    assert b"penstock_front_connections" in names
-    cpu = rb'^penstock_process_cpu_seconds{process="(?:http_front|shard)",front="(.)"}'
-    assert re.findall(cpu, metrics(fronted), re.M) == [b"1", b"2"]
+def test_metrics_know_the_shards_and_how_many_clients_each_has(sharded: Served):
+    names = set(re.findall(rb"^# TYPE (\S+)", metrics(sharded), re.M))
+    assert b"penstock_shard_connections" in names
+    cpu = rb'^penstock_process_cpu_seconds{process="shard",shard="(.)"}'
+    assert re.findall(cpu, metrics(sharded), re.M) == [b"1", b"2"]
     clients = []
     for _ in range(32):
-        client = http.client.HTTPConnection("127.0.0.1", fronted.port)
+        client = http.client.HTTPConnection("127.0.0.1", sharded.port)
         client.request("GET", "/v2/health/live")
         assert client.getresponse().read() == b'{"live":true}'
         clients.append(client)
     ends = time.monotonic() + 60
     while True:
-        counts = {front: int(n) for front, n in CONNECTIONS.findall(metrics(fronted))}
+        counts = {shard: int(n) for shard, n in CONNECTIONS.findall(metrics(sharded))}
         # The scrape may be counted as well.
         if sum(counts.values()) in (32, 33):
             break
@@ -220,19 +215,19 @@ def test_metrics_know_the_fronts_and_how_many_clients_each_has(fronted: Served):
         client.close()
 
 
-def test_models_come_and_go_for_all_fronts_at_once(fronted: Served):
+def test_models_come_and_go_for_all_shards_at_once(sharded: Served):
     text = Asked("/v2/models/text_length/ready")
-    assert {text.of(fronted)[0] for _ in range(8)} == {404}
-    assert Asked("/v2/repository/models/text_length/load", method="POST").of(fronted)[0] == 200
-    assert {text.of(fronted)[0] for _ in range(8)} == {200}
-    assert Asked("/v2/repository/models/text_length/unload", method="POST").of(fronted)[0] == 200
-    assert {text.of(fronted)[0] for _ in range(8)} == {404}
+    assert {text.of(sharded)[0] for _ in range(8)} == {404}
+    assert Asked("/v2/repository/models/text_length/load", method="POST").of(sharded)[0] == 200
+    assert {text.of(sharded)[0] for _ in range(8)} == {200}
+    assert Asked("/v2/repository/models/text_length/unload", method="POST").of(sharded)[0] == 200
+    assert {text.of(sharded)[0] for _ in range(8)} == {404}
 
 
 @pytest.mark.parametrize("count", [1, 1000, 100_000])
-def test_tritonclient_gets_its_own_bits_back(fronted: Served, count: int):
+def test_tritonclient_gets_its_own_bits_back(sharded: Served, count: int):
     values = np.random.default_rng(1).normal(size=(min(count, 64), 16)).astype(np.float32)
-    with httpclient.InferenceServerClient(fronted.address, concurrency=8) as client:
+    with httpclient.InferenceServerClient(sharded.address, concurrency=8) as client:
         tensor = httpclient.InferInput("INPUT0", values.shape, "FP32")
         tensor.set_data_from_numpy(values)
         pending = [client.async_infer("identity", [tensor], headers=ALL) for _ in range(16)]
@@ -240,11 +235,12 @@ def test_tritonclient_gets_its_own_bits_back(fronted: Served, count: int):
             np.testing.assert_array_equal(answer.get_result().as_numpy("OUTPUT0"), values)
 
 
-def test_a_killed_front_takes_only_its_own_connections_along(tmp_path: Path, flag: str):
+def test_a_killed_shard_takes_only_its_own_connections_along(tmp_path: Path):
     # Requests may wait for as long as the machine makes them.
     patient = "default_queue_policy { default_timeout_microseconds: 60000000 }"
-    served = Served(null_model(tmp_path, "model", batching=patient, a_ms=1), flag, "2")
-    victim, survivor = served.http_fronts()
+    served = Served(null_model(tmp_path, "model", batching=patient, a_ms=1), "--shards", "2")
+    wait_until(lambda: len(served.shards()) == 2)
+    victim, survivor = served.shards()
     workers = {worker.pid for worker in served.workers()}
 
     async def scenario() -> tuple[Load, int]:
@@ -264,37 +260,37 @@ def test_a_killed_front_takes_only_its_own_connections_along(tmp_path: Path, fla
     assert set(tally.statuses) == {200} and tally.num_wrong == 0
     assert len(tally.cut) <= num_own < 16
     assert tally.num_good + tally.num_cut >= tally.num_sent
-    assert survivor.pid in {front.pid for front in served.http_fronts()}
+    assert survivor.pid in {shard.pid for shard in served.shards()}
     assert {worker.pid for worker in served.workers()} == workers
     text = served.get("/metrics")[1]
-    restarts = re.findall(rb'^penstock_front_restarts{protocol="http",.*} (\d)', text, re.M)
+    restarts = re.findall(rb"^penstock_shard_restarts{.*} (\d)", text, re.M)
     assert sorted(restarts) == [b"0", b"1"]
     assert served.terminate() == 0
 
 
 def wait_for_two(served: Served, killed: int) -> None:
-    """Until another front listens in the place of this one."""
+    """Until another shard listens in the place of this one."""
     ends = time.monotonic() + 60
-    while len({each.pid for each in served.http_fronts()} - {killed}) < 2:
+    while len({each.pid for each in served.shards()} - {killed}) < 2:
         assert time.monotonic() < ends
         time.sleep(0.05)
 
 
-def test_fronts_die_with_the_core(tmp_path: Path, flag: str):
-    served = Served(null_model(tmp_path, "m"), flag, "2")
+def test_shards_die_with_the_core(tmp_path: Path):
+    served = Served(null_model(tmp_path, "m"), "--shards", "2")
     processes = served.processes()
-    assert len(processes) == 4, "worker, two fronts and reaper"
+    assert len(processes) == 4, "worker, two shards and reaper"
     served.process.kill()
     assert psutil.wait_procs(processes, timeout=60)[1] == []
     assert served.finish(processes) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("flags", [(), ("--fronts", "1")], ids=["core", "fronts"])
-def test_another_server_does_not_share_the_port(fronted: Served, tmp_path: Path, flags: tuple):
+@pytest.mark.parametrize("flags", [(), ("--shards", "2")], ids=["core", "shards"])
+def test_another_server_does_not_share_the_port(sharded: Served, tmp_path: Path, flags: tuple):
     root = null_model(tmp_path, "m")
     command = [sys.executable, "-m", "penstock", "serve", str(root), "--no-grpc", "--no-metrics"]
-    command += ["--http-port", str(fronted.port), *flags]
+    command += ["--http-port", str(sharded.port), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    words = f"cannot listen on 127.0.0.1:{fronted.port} for HTTP: Address already in use"
+    words = f"cannot listen on 127.0.0.1:{sharded.port} for HTTP: Address already in use"
     assert words in done.stderr

@@ -1,8 +1,8 @@
-"""The core as a front process sees it: models that take requests, and answers to messages.
+"""The core as a shard's process sees it: it answers messages and management calls, asks questions,
+and tells about models.
 
-A front finds a `RemoteModel` by name and submits requests to it as to the model itself, over frames
-and shared memory. Messages that it leaves to the core go the same way. Knows no protocol. Belongs
-to the front's event loop; `begin` is the main function of a front process.
+Everything goes by frames and shared memory. Knows no protocol. Belongs to the shard's event loop;
+`begin` is the main function of its process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
 from penstock.processes.channel import Datagrams
@@ -26,23 +24,23 @@ from penstock.serving.management import ManagementCall
 from penstock.serving.shared_page import SharedPage
 from penstock.serving.slab import Segment
 from penstock.system import garbage
-from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
+from penstock.types import Buffer, Tensor
 from penstock.wire import frames
 from penstock.wire.statuses import STATUSES
 
-log = logging.getLogger("penstock.remote")
-# Descriptors that come with OpenFront: two segments; for a shard also the page and two listeners.
+log = logging.getLogger("penstock.core_client")
+# Descriptors that come with OpenShard: two segments, the page and two listeners.
 MAX_OPENING_FDS = 5
 # Characters of an error about a question of the core.
 MAX_ERROR = 1000
-# Requests that may wait for memory while the segment is full.
+# Messages that may wait for memory while the segment is full.
 MAX_WAITING = 1024
 # Limit on a message without its body; with an inline body it still fits a frame.
 MAX_HEAD_BYTES = MAX_SENT_BYTES - 2 * INLINE_BYTES
 
 
 # Listens and answers until the core says Stop; ConfigError if it cannot.
-Serve = Callable[["Remote", frames.OpenFront], Coroutine[object, object, None]]
+Serve = Callable[["CoreClient", frames.OpenShard], Coroutine[object, object, None]]
 # Takes the answer to a message: its bytes, and the frame they came with.
 Deliver = Callable[[bytes, frames.Forwarded], None]
 
@@ -50,44 +48,33 @@ Deliver = Callable[[bytes, frames.Forwarded], None]
 KINDS = {kind.__name__: kind for kind in STATUSES}
 
 
-@dataclass(slots=True, eq=False)
-class RemoteModel:
-    """A model of the core as a Servable. Only a request shows whether it exists."""
+class CoreClient:
+    """Invariant: a message is in `_forwards` until the core has answered it, cancelled or not,
+    because the core may read its body until then. `stopped` is set when the core says so or has
+    exited; `on_drain` is called when it is about to stop; `count_connections` provides the number
+    for a Pong; `on_keys` receives changed API keys. `on_part` receives what the core says about
+    models, with a socket if one came along, and `on_question` answers its questions; `on_rates` and
+    `on_leased` are for `serving.leases`, `on_token_rates` and `on_tokens` for
+    `serving.shared_tokens`. It passes `listeners` for HTTP and, if it is served, gRPC."""
 
-    _remote: Remote
-    name: str
-    version: str
-    wants_timings: bool
-
-    def submit(self, request: Request) -> None:
-        self._remote.submit(request, self)
-
-    def cancel(self, request: Request) -> None:
-        self._remote.cancel(request)
-
-
-class Remote:
-    """Invariant: a request is in `_calls` from `submit` to its final answer, cancelled or not,
-    because the core may read its tensors until then; likewise a message in `_forwards`. `stopped`
-    is set when the core says so or has exited; `on_drain` is called when it is about to stop;
-    `count_connections` provides the number for a Pong; `on_keys` receives changed API keys. In a
-    shard, `on_part` receives what the core says about models, with a socket if one came along, and
-    `on_question` answers its questions; `on_rates` and `on_leased` are for `serving.leases`,
-    `on_shares` for the shares of queues; `on_move` sends clients away."""
-
-    def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        requests: Segment,
+        answers: Segment,
+        page: SharedPage,
+        listeners: Sequence[socket.socket] = (),
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(requests)
         self._answers = answers
         self._numbers = itertools.count(1)
-        self._calls: dict[int, tuple[Request, int | None]] = {}
         self._forwards: dict[int, tuple[Deliver, int | None]] = {}
         self.stopped = asyncio.Event()
         # Management calls that the core has not answered.
         self._managing: dict[int, asyncio.Future[bytes]] = {}
-        # Those of a shard, which the core has opened: for HTTP and, if it is served, gRPC.
-        self.listeners: Sequence[socket.socket] = ()
-        self.page: SharedPage | None = None
+        self.page = page
+        self.listeners = listeners
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
         self.on_keys: Callable[[Keys], None] = lambda keys: None
@@ -100,31 +87,28 @@ class Remote:
         self.on_region: Callable[[frames.OpenRegion, int | None], object] | None = None
         self.on_region_closed: Callable[[int], None] = lambda number: None
         self.on_move: Callable[[int], None] = lambda count: None
+        self.on_token_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
+        self.on_tokens: Callable[[frames.TokensTaken], None] = lambda taken: None
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
 
     @property
     def num_running(self) -> int:
-        waiting = len(self._managing) + self._outbox.num_waiting
-        return len(self._calls) + len(self._forwards) + waiting
+        return len(self._managing) + self._outbox.num_waiting + len(self._forwards)
 
     @property
     def num_extents_held(self) -> int:
         return self._outbox.num_held
 
-    def find(self, name: str, version: str = "", wants_timings: bool = False) -> RemoteModel:
-        """Return a model; `wants_timings`: answers include the core's timings."""
-        return RemoteModel(self, name, version, wants_timings)
-
     def send(self, frame: frames.Frame) -> None:
         self._line.send(frame)
 
-    async def serve_until_stopped(self, port: int) -> None:
-        """Tell the core that this front listens, and wait until it says Stop or has exited."""
+    async def serve_until_stopped(self) -> None:
+        """Tell the core that this shard is up, and wait until it says Stop or has exited."""
         garbage.freeze(garbage.SERVING)
         take_part()
-        self.send(frames.Listening(frames.VERSION, port))
+        self.send(frames.Listening(frames.VERSION))
         await self.stopped.wait()
 
     def close(self) -> None:
@@ -166,67 +150,15 @@ class Remote:
         finally:
             del self._managing[number]
 
-    def submit(self, request: Request, model: RemoteModel) -> None:
-        # A Servable keeps its own number in `turn`; here it is the number of the call.
-        request.turn = call = next(self._numbers)
-        try:
-            self._check_waiting()
-            self._outbox.post(call, request.inputs, partial(self._send, request, model))
-        except PenstockError as error:
-            request.respond(error)
-
     def _check_waiting(self) -> None:
         if self._outbox.num_waiting >= MAX_WAITING:
-            raise Overloaded("too many requests wait for memory")
-
-    def cancel(self, request: Request) -> None:
-        if request.is_done:
-            return
-        if request.turn in self._calls:
-            self._line.send(frames.Cancel(request.turn))
-        else:
-            self._outbox.withdraw(request.turn)
-        request.respond(CANCELLED)
-
-    def _send(self, request: Request, model: RemoteModel, parcel: frames.Parcel) -> None:
-        call = request.turn
-        classes = {
-            output.name: int(output.parameters["classification"])
-            for output in request.outputs
-            if "classification" in output.parameters
-        }
-        frame = frames.Infer(
-            call,
-            model.name,
-            model.version,
-            request.timings.received,
-            parcel,
-            request.id,
-            tuple([output.name for output in request.outputs]),
-            dict(request.parameters or {}),
-            request.priority,
-            request.timeout_s,
-            classes,
-            model.wants_timings,
-            request.caller,
-        )
-        request.inputs = ()
-        try:
-            self._line.send(frame)
-        except TooLarge as error:
-            if parcel.offset is not None:
-                self._outbox.release(parcel.offset)
-            request.respond(error)
-            return
-        self._calls[call] = (request, parcel.offset)
+            raise Overloaded("too many messages wait for memory")
 
     def _hear(self, data: memoryview) -> None:
-        handle_all(frames.decode_all_to_front(data), self._receive)
+        handle_all(frames.decode_all_to_shard(data), self._receive)
 
-    def _receive(self, frame: frames.ToFront) -> None:
+    def _receive(self, frame: frames.ToShard) -> None:
         match frame:
-            case frames.InferReply():
-                self._reply(frame)
             case frames.Forwarded():
                 self._forwarded(frame)
             case frames.Ping():
@@ -236,15 +168,16 @@ class Remote:
             case frames.SetKeys():
                 self.on_keys(_keys(frame.keys))
                 self.on_rates(frame.rates)
+                self.on_token_rates(frame.token_rates)
                 self.on_shares(frame.shares)
             case frames.Stop():
                 self.stopped.set()
-            case frames.OpenFront():
+            case frames.OpenShard():
                 pass  # Only the first frame, which is read before there is a loop.
             case _:
-                self._receive_as_shard(frame)
+                self._receive_more(frame)
 
-    def _receive_as_shard(self, frame: frames.ToShard) -> None:
+    def _receive_more(self, frame: frames.ToShard) -> None:
         match frame:
             case frames.ToPart():
                 assert self.on_part is not None
@@ -257,21 +190,27 @@ class Remote:
                 task = self._loop.create_task(self._answer_core(frame.call, question))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
-            case frames.OpenRegion():
-                assert self.on_region is not None
-                fds = self._socket.fds
-                self.on_region(frame, fds.pop(0) if fds else None)
-            case frames.CloseRegion():
-                self.on_region_closed(frame.region)
+            case frames.OpenRegion() | frames.CloseRegion():
+                self._receive_region(frame)
             case frames.Leased():
                 self.on_leased(frame)
             case frames.MoveClients(count):
                 self.on_move(count)
+            case frames.TokensTaken():
+                self.on_tokens(frame)
             case frames.Managed():
                 self._managed(frame)
             case frames.Release():
                 for offset in frame.offsets:
                     self._outbox.release(offset)
+
+    def _receive_region(self, frame: frames.OpenRegion | frames.CloseRegion) -> None:
+        if isinstance(frame, frames.CloseRegion):
+            self.on_region_closed(frame.region)
+            return
+        assert self.on_region is not None
+        fds = self._socket.fds
+        self.on_region(frame, fds.pop(0) if fds else None)
 
     def _managed(self, frame: frames.Managed) -> None:
         data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
@@ -300,32 +239,6 @@ class Remote:
             text = f"{type(error).__name__}: {error}"[:MAX_ERROR]
             self._line.send(frames.ShardAnswer(call, frames.Parcel(), text))
 
-    def _reply(self, frame: frames.InferReply) -> None:
-        known = self._calls.get(frame.call)
-        if known is not None:
-            self._hand_over(frame, *known)
-        self._release(frame.parcel)
-
-    def _hand_over(self, frame: frames.InferReply, request: Request, offset: int | None) -> None:
-        if frame.is_final:
-            del self._calls[frame.call]
-            if offset is not None:
-                self._outbox.release(offset)
-        if frame.error_kind:
-            request.respond(_error(frame.error_kind, frame.error, frame.retry_after_s))
-            return
-        if not request.is_done:
-            if frame.timings:
-                timings, told = request.timings, frame.timings
-                timings.queued, timings.dispatched, timings.instance_wait_s = told[:3]
-                timings.compute_s, timings.completed = (told[3], told[4], told[5]), told[6]
-            outputs = unpack(frame.parcel, self._answers)
-            named = frame.model_name, frame.model_version
-            response = Response(*named, outputs, frame.parameters or None)
-            if request.form is not None and not frame.parameters:
-                response.form = (request.form, *named, frame.parcel.pieces)
-            request.respond(response, frame.is_final)
-
     def _forwarded(self, frame: frames.Forwarded) -> None:
         data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
         self._release(frame.parcel)
@@ -344,42 +257,40 @@ class Remote:
             self._line.send(frames.Release((parcel.offset,)))
 
 
-def _error(kind: str, text: str, retry_after_s: float = 1.0) -> PenstockError:
-    known = KINDS.get(kind, BackendFailed)
-    if issubclass(known, Overloaded):
-        return known(text, retry_after_s)
-    return known(text)
+def _error(kind: str, text: str) -> PenstockError:
+    return KINDS.get(kind, BackendFailed)(text)
 
 
 def _keys(sent: Mapping[bytes, Sequence[str]]) -> Keys:
     return Keys({digest: frozenset(scopes) for digest, scopes in sent.items()})
 
 
-def gate_of(settings: frames.OpenFront) -> Gate:
+def gate_of(settings: frames.OpenShard) -> Gate:
     keys = None if settings.keys is None else _keys(settings.keys)
     return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
 
 
 async def run(
-    serve: Serve, sock: socket.socket, settings: frames.OpenFront, fds: Sequence[int]
+    serve: Serve, sock: socket.socket, settings: frames.OpenShard, fds: Sequence[int]
 ) -> None:
     """Serve until the core says Stop. The core hears of a ConfigError."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds[:2])
-    remote = Remote(sock, requests, answers)
-    if settings.shard is not None:
-        remote.page = SharedPage.open(fds[2])
-        os.close(fds[2])
-        remote.listeners = [socket.socket(fileno=fd) for fd in fds[3:]]
+    page = SharedPage.open(fds[2])
+    os.close(fds[2])
+    listeners = [socket.socket(fileno=fd) for fd in fds[3:]]
+    core = CoreClient(sock, requests, answers, page, listeners)
     try:
-        await serve(remote, settings)
+        await serve(core, settings)
     except ConfigError as error:
-        remote.send(frames.StartFailed(error.problems))
+        core.send(frames.StartFailed(error.problems))
     finally:
-        remote.close()
+        core.close()
+        for listener in listeners:
+            listener.close()
 
 
 def begin(serve: Serve, run_loop: Callable[[Coroutine[object, object, None]], None]) -> None:
-    """Run a front process, `python -m MODULE FD PARENT`, on the loop of `run_loop`, then exit."""
+    """Run a shard's process, `python -m MODULE FD PARENT`, on the loop of `run_loop`, then exit."""
     sock = begin_life()
     if sock is None:
         return
@@ -387,8 +298,8 @@ def begin(serve: Serve, run_loop: Callable[[Coroutine[object, object, None]], No
     if not data:
         return
     sock.setblocking(False)
-    settings = frames.decode_to_front(data)
-    assert isinstance(settings, frames.OpenFront)
+    settings = frames.decode_to_shard(data)
+    assert isinstance(settings, frames.OpenShard)
     if settings.version != frames.VERSION:
         text = f"the core speaks frames version {settings.version}, this front {frames.VERSION}"
         sock.send(frames.join([frames.encode(frames.StartFailed((text,)))]))
