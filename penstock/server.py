@@ -428,7 +428,7 @@ def choose_shards(configs: Sequence[ModelConfig], options: ServeOptions) -> Shar
     """Return the number of shards that was given, or choose it for models whose devices are
     known. ConfigError if the API keys cannot be read."""
     if options.shards:
-        return ShardChoice(options.shards, "as --shards says")
+        return ShardChoice(options.shards, f"--shards {options.shards}")
     return choose(usable_cores(), configs, shard_refusals(configs, options))
 
 

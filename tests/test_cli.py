@@ -703,7 +703,7 @@ def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
     shards, model, http_port, metrics_port = (
         line for line in lines[:-2] if "server" in line["logger"]
     )
-    assert shards["msg"] == "1 shard: as --shards says" and shards["shards"] == 1
+    assert shards["msg"] == "1 shard: --shards 1" and shards["shards"] == 1
     assert model["msg"] == "model/1 is READY"
     assert (model["state"], model["backend"], model["instances"]) == ("READY", "null", 1)
     assert re.fullmatch(r"http://127.0.0.1:\d+/v2", http_port["address"])

@@ -109,6 +109,16 @@ class Served:
         found = self._running("penstock.protocols.shard_main")
         return [each for each in found if num_sockets(each, psutil.CONN_LISTEN)]
 
+    def has_shards(self, number: int) -> bool:
+        """Whether so many shards take connections, and new connections go to all of them."""
+        if len(self.shards()) != number:
+            return False
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(self.metrics_url, timeout=5) as answer:
+                text = answer.read().decode()
+            return re.findall(r"^penstock_shard_accepts{.*} 0$", text, re.M) == []
+        return True  # The metrics need a key.
+
     def _running(self, module: str) -> list[psutil.Process]:
         found = []
         for process in self.processes():

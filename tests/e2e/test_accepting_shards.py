@@ -82,15 +82,18 @@ def test_few_connections_are_all_with_the_first_shard(tmp_path: Path, num_shards
             for channel in channels:
                 channel.close()
         told = json.loads(served.get("/v2/models/m/explain")[1])
-        assert told["shards"] == f"{num_shards} shards: as --shards says; 1 accept new connections"
+        assert (
+            told["shards"]
+            == f"{num_shards} shards: --shards {num_shards}; 1 accept new connections"
+        )
 
 
 def test_one_core_means_one_shard(tmp_path: Path):
-    """The default, for the cores that the process may use."""
+    """If the server chooses, for the cores that the process may use."""
     null_model(tmp_path, "m")
     core = min(os.sched_getaffinity(0))
     command = ["taskset", "-c", str(core), sys.executable, "-m", "penstock", "serve", str(tmp_path)]
-    command += ["--http-port", "0", "--no-grpc", "--no-metrics"]
+    command += ["--shards", "0", "--http-port", "0", "--no-grpc", "--no-metrics"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:

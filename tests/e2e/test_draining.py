@@ -32,7 +32,7 @@ def held(tmp_path: Path) -> HeldModel:
 def served(tmp_path: Path, held: HeldModel, num_shards: int) -> Iterator[Served]:
     server = Served(tmp_path, "--shards", str(num_shards), grpc=True)
     if num_shards > 1:
-        wait_until(lambda: len(server.shards()) == num_shards)
+        wait_until(lambda: server.has_shards(num_shards))
     yield server
     if server.process.poll() is None:
         server.terminate()

@@ -246,7 +246,7 @@ def successes_and_cancels(served: Served) -> Iterator[tuple[str, int]]:
 
 def test_a_shard_that_stands_still_is_replaced(tmp_path: Path):
     served = Served(null_model(tmp_path, "two", a_ms=2), "--shards", "2")
-    wait_until(lambda: len(served.shards()) == 2)
+    wait_until(lambda: served.has_shards(2))
     victim, other = served.shards()
     os.kill(victim.pid, signal.SIGSTOP)
     # It is killed when it has not answered for ten seconds.

@@ -67,7 +67,7 @@ def alone(repository: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def sharded(repository: Path) -> Iterator[Served]:
     served = serve(repository, "--shards", "2")
-    wait_until(lambda: len(served.shards()) == 2)
+    wait_until(lambda: served.has_shards(2))
     yield served
     assert served.terminate() == 0
 
@@ -239,7 +239,7 @@ def test_a_killed_shard_takes_only_its_own_connections_along(tmp_path: Path):
     # Requests may wait for as long as the machine makes them.
     patient = "default_queue_policy { default_timeout_microseconds: 60000000 }"
     served = Served(null_model(tmp_path, "model", batching=patient, a_ms=1), "--shards", "2")
-    wait_until(lambda: len(served.shards()) == 2)
+    wait_until(lambda: served.has_shards(2))
     victim, survivor = served.shards()
     workers = {worker.pid for worker in served.workers()}
 

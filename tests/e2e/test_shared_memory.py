@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[S
     flags = ("--shared-memory", "--shards", str(request.param))
     with Served(folder, *flags, grpc=True) as server:
         if request.param > 1:
-            wait_until(lambda: len(server.shards()) == request.param)
+            wait_until(lambda: server.has_shards(request.param))
         yield server
 
 

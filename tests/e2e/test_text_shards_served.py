@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     with Served(folder, "--drain-s", "60", "--shards", str(request.param)) as server:
         if request.param > 1:
-            wait_until(lambda: len(server.shards()) == request.param)
+            wait_until(lambda: server.has_shards(request.param))
         yield server
 
 

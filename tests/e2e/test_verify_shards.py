@@ -56,7 +56,7 @@ def num_shards(request: pytest.FixtureRequest) -> int:
 def serve(path: Path, num_shards: int, *flags: str, grpc: bool = False) -> Iterator[Served]:
     with Served(path, "--shards", str(num_shards), *flags, grpc=grpc) as served:
         if num_shards > 1:
-            wait_until(lambda: len(served.shards()) == num_shards)
+            wait_until(lambda: served.has_shards(num_shards))
         yield served
 
 
@@ -155,7 +155,7 @@ def test_drain(tmp_path: Path, num_shards: int):
     # Its exit code is checked here.
     served = Served(tmp_path, "--shards", str(num_shards))
     if num_shards > 1:
-        wait_until(lambda: len(served.shards()) == num_shards)
+        wait_until(lambda: served.has_shards(num_shards))
 
     async def scenario() -> Load:
         async with Load(served.port, 32, model="m") as load:

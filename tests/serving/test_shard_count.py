@@ -89,8 +89,8 @@ class TestChosen:
         assert server.choose_shards([GPU], ServeOptions()).number == 1
 
     def test_given(self) -> None:
-        assert self.choose(GPU, shards=3) == "3 shards: as --shards says"
-        assert self.choose(model(LLM, "cuda:0"), shards=3) == "3 shards: as --shards says"
+        assert self.choose(GPU, shards=3) == "3 shards: --shards 3"
+        assert self.choose(model(LLM, "cuda:0"), shards=3) == "3 shards: --shards 3"
 
     def test_refusals(self, tmp_path: Path) -> None:
         explicit = {"model_control_mode": "explicit", "load_model": ("pytorch",)}
