@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.serving.accept_policy import AcceptPolicy, ShardUse
+from penstock.serving.accept_policy import AcceptorUse, AcceptPolicy
 from penstock.serving.shared_page import SharedPage
 
 log = logging.getLogger("penstock.shards")
@@ -106,7 +106,7 @@ class Acceptors:
             return
         self._targets = targets
 
-    def _read(self, now: float) -> dict[int, ShardUse]:
+    def _read(self, now: float) -> dict[int, AcceptorUse]:
         """Return what the shards that live show. Values may be wrong; they only guide."""
         uses = {}
         for shard, beat in enumerate(self._page.beats()):
@@ -117,5 +117,5 @@ class Acceptors:
             if beat.at > at:
                 busy = min(1.0, max(0.0, (beat.cpu_s - cpu_s) / (beat.at - at)))
             self._seen[shard] = (beat.at, beat.cpu_s, busy)
-            uses[shard] = ShardUse(busy, beat.num_clients, beat.num_moving)
+            uses[shard] = AcceptorUse(busy, beat.num_clients, beat.num_moving)
         return uses

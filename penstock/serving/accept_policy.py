@@ -28,7 +28,7 @@ UNEVEN = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class ShardUse:
+class AcceptorUse:
     """What a shard that lives shows: the share of a core that its loop uses, and its clients that
     sent something lately, without those that were asked to move."""
 
@@ -59,7 +59,7 @@ class AcceptPolicy:
         # When shards last accepted.
         self._accepted_at: dict[int, float] = {}
 
-    def decide(self, now: float, uses: Mapping[int, ShardUse]) -> AcceptDecision:
+    def decide(self, now: float, uses: Mapping[int, AcceptorUse]) -> AcceptDecision:
         """Decide by the use of the shards that live. A shard that does not live gets no connections
         unless none lives."""
         if not uses:
@@ -79,7 +79,9 @@ class AcceptPolicy:
             targets = tuple(n for n in accepting if uses[n].num_clients < mean) or accepting
         return AcceptDecision(accepting, targets, moves)
 
-    def _resize(self, now: float, uses: Mapping[int, ShardUse], accepting: Sequence[int]) -> None:
+    def _resize(
+        self, now: float, uses: Mapping[int, AcceptorUse], accepting: Sequence[int]
+    ) -> None:
         total, peak = sum(use.busy for use in uses.values()), max(uses[n].busy for n in accepting)
         wanted = math.ceil(total / TARGET)
         if peak >= SATURATED:
@@ -101,7 +103,7 @@ class AcceptPolicy:
             self.number, self._calm_since = self.number - 1, now
 
     def _moves(
-        self, now: float, uses: Mapping[int, ShardUse], accepting: Sequence[int]
+        self, now: float, uses: Mapping[int, AcceptorUse], accepting: Sequence[int]
     ) -> dict[int, int]:
         if now - self._moved_at < SETTLE_S:
             return {}
@@ -119,6 +121,6 @@ class AcceptPolicy:
         return moves
 
 
-def _mean(uses: Mapping[int, ShardUse], accepting: Sequence[int]) -> float:
+def _mean(uses: Mapping[int, AcceptorUse], accepting: Sequence[int]) -> float:
     """Return the clients of a shard that accepts, on average; those that move count too."""
     return sum(uses[n].num_clients + uses[n].num_moving for n in accepting) / len(accepting)

@@ -10,8 +10,8 @@ from penstock.serving.accept_policy import (
     SETTLE_S,
     SHRINK_S,
     AcceptDecision,
+    AcceptorUse,
     AcceptPolicy,
-    ShardUse,
 )
 
 TICK_S = 0.25
@@ -24,19 +24,21 @@ class Clock:
         self.policy = policy
         self.now = 100.0
 
-    def run(self, seconds: float, uses: Mapping[int, ShardUse]) -> AcceptDecision:
+    def run(self, seconds: float, uses: Mapping[int, AcceptorUse]) -> AcceptDecision:
         *_, last = self.decisions(seconds, uses)
         return last
 
-    def decisions(self, seconds: float, uses: Mapping[int, ShardUse]) -> Iterator[AcceptDecision]:
+    def decisions(
+        self, seconds: float, uses: Mapping[int, AcceptorUse]
+    ) -> Iterator[AcceptDecision]:
         until = self.now + seconds
         while self.now < until:
             self.now += TICK_S
             yield self.policy.decide(self.now, uses)
 
 
-def uses(*busy: float, clients: int = 4) -> dict[int, ShardUse]:
-    return {number: ShardUse(each, clients) for number, each in enumerate(busy)}
+def uses(*busy: float, clients: int = 4) -> dict[int, AcceptorUse]:
+    return {number: AcceptorUse(each, clients) for number, each in enumerate(busy)}
 
 
 @pytest.fixture
@@ -81,15 +83,15 @@ class TestNumber:
             assert clock.run(10 * SHRINK_S, uses(busy, busy, *[0.0] * 6)).accepting == (0, 1)
 
     def test_dead_shards_are_skipped(self, clock: Clock) -> None:
-        alive = {1: ShardUse(0.1, 2), 3: ShardUse(0.0, 0)}
+        alive = {1: AcceptorUse(0.1, 2), 3: AcceptorUse(0.0, 0)}
         assert clock.run(1.0, alive).targets == (1,)
-        assert clock.run(1.0, {3: ShardUse(0.0, 0)}).targets == (3,)
+        assert clock.run(1.0, {3: AcceptorUse(0.0, 0)}).targets == (3,)
         assert clock.run(1.0, {}).targets == tuple(range(8))
         assert clock.run(1.0, uses(*[0.0] * 8)).targets == (0,)
 
     def test_all_accept_if_told(self) -> None:
         clock = Clock(AcceptPolicy(4, accepts_all=True))
-        crowded = {0: ShardUse(1.0, 100), 1: ShardUse(0.0, 0), 3: ShardUse(0.0, 0)}
+        crowded = {0: AcceptorUse(1.0, 100), 1: AcceptorUse(0.0, 0), 3: AcceptorUse(0.0, 0)}
         assert clock.run(100.0, crowded) == AcceptDecision((0, 1, 3), (0, 1, 3))
 
 
@@ -109,7 +111,7 @@ class World:
         while self.now < until:
             self.now += TICK_S
             each = self.demand / num_clients
-            shown = {n: ShardUse(min(1.0, each * c), c) for n, c in enumerate(self.clients)}
+            shown = {n: AcceptorUse(min(1.0, each * c), c) for n, c in enumerate(self.clients)}
             decision = self.policy.decide(self.now, shown)
             for shard, count in decision.moves.items():
                 assert 0 < count <= self.clients[shard]
@@ -153,15 +155,15 @@ class TestMoves:
     def test_moving_clients_are_not_asked_twice(self) -> None:
         policy = AcceptPolicy(2)
         clock = Clock(policy)
-        crowd = {0: ShardUse(1.0, 64), 1: ShardUse(0.0, 0)}
+        crowd = {0: AcceptorUse(1.0, 64), 1: AcceptorUse(0.0, 0)}
         (first,) = [each.moves for each in clock.decisions(1.0, crowd) if each.moves]
         assert first == {0: 32}
-        on_the_way = {0: ShardUse(1.0, 32, 32), 1: ShardUse(0.0, 0)}
+        on_the_way = {0: AcceptorUse(1.0, 32, 32), 1: AcceptorUse(0.0, 0)}
         assert not any(each.moves for each in clock.decisions(10.0, on_the_way))
 
     def test_it_waits_until_those_that_moved_are_back(self) -> None:
         clock = Clock(AcceptPolicy(2))
-        crowd = {0: ShardUse(1.0, 64), 1: ShardUse(0.0, 0)}
+        crowd = {0: AcceptorUse(1.0, 64), 1: AcceptorUse(0.0, 0)}
         moved_at = []
         for decision in clock.decisions(5.0, crowd):
             if decision.moves:
@@ -174,5 +176,5 @@ class TestMoves:
         """An uneven number of clients does no harm while the loops have room."""
         clock = Clock(AcceptPolicy(2))
         clock.run(1.0, uses(0.7, 0.0))
-        uneven = {0: ShardUse(GROW_AT - 0.01, 40), 1: ShardUse(0.2, 4)}
+        uneven = {0: AcceptorUse(GROW_AT - 0.01, 40), 1: AcceptorUse(0.2, 4)}
         assert not any(each.moves for each in clock.decisions(100.0, uneven))
