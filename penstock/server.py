@@ -285,7 +285,7 @@ class Server:
             await self.catalog.close()
         for task in self._watching:
             task.cancel()
-        # Before shards settle: nobody would accept what comes to these.
+        # Before shards settle: connections to these listeners would not be accepted any more.
         for sock in self._reserved:
             sock.close()
         await asyncio.gather(*(each.close() for each in self._processes))

@@ -48,5 +48,5 @@ class LeasedRates:
                 decided(self._leases.refusal(leased.key, leased.wait_s))
 
     def give_back(self) -> None:
-        """Return tokens that nobody uses here; call it periodically."""
+        """Give unused tokens back to the core; call it periodically."""
         self._leases.give_back(time.monotonic())

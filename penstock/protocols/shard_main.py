@@ -196,7 +196,7 @@ async def show_use(
 
 
 def move_clients(servers: Sequence[Listener], count: int) -> None:
-    """Ask up to so many clients to connect again; other shards will get them."""
+    """Ask up to `count` clients to connect again; other shards will get them."""
     for server in servers:
         count -= server.move(count)
 

@@ -51,7 +51,7 @@ class AcceptPolicy:
     def __init__(self, num_shards: int, accepts_all: bool = False) -> None:
         self._num_shards = num_shards
         self.accepts_all = accepts_all
-        # How many shards accept, if so many live.
+        # Shards that should accept; fewer do while some are dead.
         self.number = num_shards if accepts_all else 1
         self._busy_since: float | None = None
         self._calm_since: float | None = None

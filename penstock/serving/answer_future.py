@@ -1,4 +1,4 @@
-"""The future of one request in process, which costs little while nobody waits for it. Pure."""
+"""The future of one request in process, which costs little while no thread waits for it. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Answer = dict[str, Array]
 class AnswerFuture(Future[Answer]):
     """A `concurrent.futures.Future` and the sink of its request. Cancelling it cancels the request.
 
-    Its condition is made when somebody first waits, cancels or adds a callback. Invariant: while
-    there is none, nobody holds it, so an answer only has to exclude that one is made.
+    Its condition is made when a thread first waits, cancels or adds a callback. Invariant: without
+    a condition no thread holds it, so `respond` only has to keep others from making one.
     """
 
     # What `Future.__init__` sets is made together with the condition.

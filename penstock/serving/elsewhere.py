@@ -52,10 +52,10 @@ class Elsewhere(Protocol):
         the request's, if nothing was queued before."""
 
     def show_oldest(self, came: float) -> None:
-        """Show when the oldest request that is not computed came; 0: there is none."""
+        """Show the arrival time of the oldest request without an answer; 0 if there is none."""
 
     def oldest(self, now: float) -> float | None:
-        """Return that of all other shards; None: there is none."""
+        """Return the earliest such time of the other shards; None if they have none."""
 
     def show_held(self, key: int, counts: Sequence[int]) -> None:
         """Show how many requests of an API key this shard has admitted and not answered, by level.

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from penstock.types import Array, TensorSpec, from_array, to_array
 
-# Smaller outputs of a batch are copied together: whoever keeps one answer keeps at most this.
+# Smaller outputs of a batch are copied together: a caller that keeps one answer keeps at most this.
 MAX_TOGETHER_BYTES = 16 * 1024
 _numbers = itertools.count(1)
 
@@ -34,9 +34,9 @@ class HeldRows:
 
 
 class HeldBatch:
-    """One batch, found by its number while somebody has it. `counts` are the rows of each request,
-    `pieces` its inputs; none if they are in shared memory. The worker adds `answers`, the outputs
-    of each request."""
+    """One batch, found by its number as long as it is referenced. `counts` are the rows of each
+    request, `pieces` its inputs; none if they are in shared memory. The worker adds `answers`, the
+    outputs of each request."""
 
     def __init__(self, counts: Sequence[int], parts: Iterable[HeldRows] = ()) -> None:
         joined: list[HeldRows] = []
@@ -53,7 +53,7 @@ class HeldBatch:
         _batches[self.number] = self
 
     def split(self, values: Array) -> list[Array]:
-        """Return the rows of each request in memory that nobody else uses."""
+        """Return copies of the rows of each request."""
         if len(self.counts) == 1:
             return [values.copy()]
         is_together = values.nbytes <= MAX_TOGETHER_BYTES
@@ -69,7 +69,7 @@ class HeldBatch:
 
 
 def private(spec: TensorSpec, values: Array) -> Array:
-    """Return an output in memory that nobody else uses; texts as bytes."""
+    """Return a copy of an output; texts as bytes."""
     if spec.datatype == "BYTES":
         return to_array(from_array(spec.name, spec.datatype, values))
     return values.copy()

@@ -158,7 +158,7 @@ class LocalModel(ModelThread[Model | StagePipeline]):
         sent, submit = self._sent, self._model.submit
         if not sent:
             self._is_taking_due = False
-            # Who sent a request before that line did not wake the loop.
+            # A request sent before that line did not wake the loop.
             if not sent:
                 return
             self._is_taking_due = True

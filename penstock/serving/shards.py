@@ -406,7 +406,7 @@ class Shards:
             model.join(shard, session)
 
     def move_clients(self, shard: int, count: int) -> None:
-        """Ask so many clients of a shard to connect again."""
+        """Ask `count` clients of a shard to connect again."""
         if (session := self._sessions.get(shard)) is not None:
             session.send(frames.MoveClients(count))
 

@@ -197,3 +197,25 @@ def test_an_onnx_file_as_well(tmp_path):
     with torch.no_grad():
         wanted = module(rows()).numpy()
     np.testing.assert_allclose(found["y"], wanted, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_layer_that_others_read_computes_all_tokens():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            hidden = self.inner(torch.cumsum(x, 1))
+            return self.outer(F.gelu(hidden))[:, 0].sum(1) + hidden.sum((1, 2))
+
+    torch.manual_seed(0)
+    module = Shared().eval()
+    wanted = module(rows())
+    traced = trace(copy.deepcopy(module))
+    assert narrow(traced, SAMPLE) == 1
+    traced.recompile()
+    found, shapes = seen_by(traced, rows())
+    assert shapes == {"inner": (3, 7, 16), "outer": (3, 1, 32)}
+    assert torch.allclose(found, wanted, atol=1e-4)
