@@ -50,7 +50,8 @@ def num_threads(settings: Mapping[str, str], key: str, default: int, problems: l
 
 def share_of_cores(config: ModelConfig) -> int:
     """Return the threads for one instance when all instances compute at once."""
-    return max(1, len(os.sched_getaffinity(0)) // config.num_instances)
+    num_cores = config.num_cores or len(os.sched_getaffinity(0))
+    return max(1, num_cores // config.num_instances)
 
 
 def _mismatch(

@@ -17,9 +17,9 @@ LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    """A CUipcMemHandle, which is passed by value."""
+    """A CUipcMemHandle, which is passed by value. Its bytes are no text: zeros do not end it."""
 
-    _fields_ = (("reserved", ctypes.c_char * 64),)
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
 @cache
@@ -75,7 +75,7 @@ class GpuRegion:
         self._enter()
         if self._address is None:
             address = ctypes.c_uint64()
-            handle = _Handle(self._handle)
+            handle = _Handle.from_buffer_copy(self._handle)
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, LAZY_PEER_ACCESS)
             self._address = address.value
             self._check_size(address.value)

@@ -44,6 +44,7 @@ from penstock.backends.checks import (
     warn_without_effect,
 )
 from penstock.backends.finished import Finished
+from penstock.backends.onnx_import.elementwise import cast_within
 from penstock.backends.python import Code
 from penstock.backends.rows import rows_to_run, rungs_of
 from penstock.backends.torch_cuda import (
@@ -64,6 +65,7 @@ from penstock.backends.torch_fusion import (
 from penstock.backends.torch_linear import LinearModel
 from penstock.backends.torch_onnx import (
     cast_graph,
+    limited_inputs,
     load_graph,
     read_fixed,
     torch_type,
@@ -91,6 +93,7 @@ ONNX = ".onnx"
 MADE_THERE = 1
 # Rank of a batch of images.
 IMAGE_RANK = 4
+COLOURS = 3
 # Compiles repeated blocks only.
 REGIONAL = "regional"
 # Options that replace layers, for models that run.
@@ -166,6 +169,8 @@ class LoadedModule:
     fusion: Fusion | None = None
     # Inputs that keep their datatype: layers quantise them, or 16 bits would spoil them.
     uncast: frozenset[str] = frozenset()
+    # Inputs whose finite numbers stay finite in another datatype, such as masks; None: any may.
+    limited: frozenset[str] | None = None
     # Values of inputs that are constants of the module.
     fixed: Mapping[str, Array] = field(default_factory=dict)
     # Set if linear layers are in FP8 and not packed; it owns the module.
@@ -409,10 +414,19 @@ class TorchRunner(Runner):
         if name in self._loaded.uncast:
             return tensor
         if self._options.dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(self._options.dtype)
+            is_limited = tensor.dtype != self._options.dtype and self._is_limited(name, tensor)
+            to = self._options.dtype
+            tensor = cast_within(tensor, to=to) if is_limited else tensor.to(to)
         if self._options.is_channels_last and tensor.ndim == IMAGE_RANK:
             tensor = tensor.to(memory_format=torch.channels_last)
         return tensor
+
+    def _is_limited(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether finite numbers beyond the range must stay finite, which costs three kernels."""
+        if self._loaded.limited is not None:
+            return name in self._loaded.limited
+        is_image = tensor.ndim == IMAGE_RANK and tensor.shape[1] == COLOURS
+        return not is_image
 
     def _check_output(self, spec: TensorSpec, value: object) -> torch.Tensor:
         where = f"output '{spec.name}'"
@@ -714,7 +728,7 @@ def _load_onnx(config: ModelConfig, options: Options) -> LoadedModule:
         loaded = replace(loaded, packing=_packed(loaded, config))
         if options.dtype is not None:
             cast_graph(graph, options.dtype)
-    loaded = replace(loaded, uncast=uncast_inputs(graph))
+    loaded = replace(loaded, uncast=uncast_inputs(graph), limited=limited_inputs(graph))
     return _ready(_place_module(loaded, config, options, tuner), config)
 
 

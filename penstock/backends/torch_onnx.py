@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import fx
 
 from penstock.backends.onnx_import.casting import retype
-from penstock.backends.onnx_import.folding import Sample, fold_shapes
+from penstock.backends.onnx_import.folding import Sample, find_agreed, fold_shapes
 from penstock.backends.onnx_import.importer import ImportedGraph, import_file
 from penstock.backends.onnx_import.patterns import fuse_patterns
-from penstock.backends.onnx_import.precision import UNCAST
+from penstock.backends.onnx_import.precision import UNCAST, find_limited
 from penstock.backends.onnx_import.weights import BrokenFile
 from penstock.backends.torch_floats import find_kept, unmix, with_constants
 from penstock.backends.torch_int8 import quantise_graph, quantised_inputs
@@ -111,14 +112,19 @@ def load_graph(
     sizes = {spec.name: (*batch, *spec.shape) for spec in config.inputs}
     try:
         constants = {name: torch.from_numpy(value) for name, value in (fixed or {}).items()}
-        graph = import_file(Path(config.artifact), constants, sizes)
+        graph = import_file(
+            Path(config.artifact),
+            constants,
+            sizes,
+            lambda part: find_agreed(part, samples(config, part)),
+        )
+        fold_shapes(graph, samples(config, graph))
     except ConfigError as error:
         name = Path(config.artifact).name
         problems = [f"{config.version}/{name}: {problem}" for problem in error.problems]
         if isinstance(error, BrokenFile):
             raise ConfigError(problems) from None
         raise ConfigError([*problems[:-1], f"{problems[-1]}; {ALTERNATIVE}"]) from None
-    fold_shapes(graph, samples(config, graph))
     fuse_patterns(graph.module)
     graph.int8.update(quantise_graph(graph.module, tuner))
     # Outputs by name: a configuration may have them in another order.
@@ -143,10 +149,19 @@ def cast_graph(graph: ImportedGraph, dtype: torch.dtype, keep: Collection[str] =
 
 def uncast_inputs(graph: ImportedGraph) -> frozenset[str]:
     """Return the inputs that the graph takes in their own datatype."""
-    placeholders = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
-    named = zip(graph.inputs, placeholders, strict=True)
-    exact = {name for name, node in named if node.meta.get(UNCAST)}
+    exact = {name for name, node in _placeholders(graph) if node.meta.get(UNCAST)}
     return quantised_inputs(graph.module, graph.inputs) | exact
+
+
+def limited_inputs(graph: ImportedGraph) -> frozenset[str]:
+    """Return the inputs whose finite numbers must stay finite when they are cast."""
+    found = find_limited(graph.module)
+    return frozenset(name for name, node in _placeholders(graph) if node in found)
+
+
+def _placeholders(graph: ImportedGraph) -> Iterator[tuple[str, fx.Node]]:
+    nodes = [node for node in graph.module.graph.nodes if node.op == "placeholder"]
+    return zip(graph.inputs, nodes, strict=True)
 
 
 def samples(config: ModelConfig, graph: ImportedGraph) -> list[Sample]:

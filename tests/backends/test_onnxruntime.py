@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,12 @@ def test_without_options_threads_are_the_cores_shared_by_the_instances(identity:
     built = backend("onnxruntime")(onnx_config(identity, *echo_specs("FP32", (3,)))).built()
     assert built["intra_op_thread_count"] == str(len(os.sched_getaffinity(0)))
     assert "SEQUENTIAL" in built["execution_mode"]
+
+
+def test_instances_share_the_cores_that_another_program_has_assigned(identity: Path) -> None:
+    config = onnx_config(identity, *echo_specs("FP32", (3,)))
+    config = replace(config, num_cores=6, num_instances=2)
+    assert backend("onnxruntime")(config).built()["intra_op_thread_count"] == "3"
 
 
 @pytest.mark.parametrize(

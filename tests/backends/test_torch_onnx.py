@@ -1,6 +1,8 @@
 """ONNX files on the PyTorch engine: answers, options, refusals, and the way back to the CPU."""
 
 import hashlib
+import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,9 @@ from penstock.types import DATATYPES, Array, TensorSpec
 
 pytest.importorskip("torch")
 
-from penstock.backends.torch_onnx import read_fixed
+import torch
+
+from penstock.backends.torch_onnx import limited_inputs, load_graph, read_fixed
 
 
 def answer(runner: Runner, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -224,7 +228,7 @@ def same_as_onnx_runtime(config: ModelConfig, *arrays: Array) -> None:
     inputs = {f"x{n}": array for n, array in enumerate(arrays)}
     found = answer(backend("pytorch")(config), inputs)["y"]
     expected = answer(backend("onnxruntime")(replace(config, backend="onnxruntime")), inputs)["y"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (1, 7)])
@@ -299,8 +303,6 @@ class TestTheEngineOfAnOnnxFile:
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return lambda: None
 
@@ -315,6 +317,44 @@ def test_a_model_without_a_kind_runs_on_the_cpu_instead(
     np.testing.assert_allclose(
         answer(runner, {"x": ROWS})["y"], by_onnx_runtime(config_on_cpu(config))
     )
+
+
+def normalised_by_place() -> onnx.NodeProto:
+    names = ["a", "b", "b", "b", "b"]
+    node = helper.make_node("BatchNormalization", names, ["y"])
+    node.attribute.append(helper.make_attribute("spatial", 0))
+    return node
+
+
+PRODUCT = helper.make_node("MatMul", ["x", "w"], ["a"])
+REFUSED = {
+    "operator RandomNormalLike": [PRODUCT, helper.make_node("RandomNormalLike", ["a"], ["y"])],
+    "BatchNormalization: spatial = 0": [PRODUCT, normalised_by_place()],
+    "sparse weights": [helper.make_node("MatMul", ["x", "thin"], ["y"])],
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_model_that_the_engine_cannot_read_runs_on_the_cpu_only_without_a_kind(
+    config: ModelConfig, tmp_path: Path, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {"w": np.ones((8, 4), np.float32), "b": np.ones(4, np.float32)}
+    path = write(tmp_path / "refused.onnx", REFUSED[reason], weights)
+    model = onnx.load(path)
+    if reason == "sparse weights":
+        values = numpy_helper.from_array(np.array([2.0], np.float32), "thin")
+        places = numpy_helper.from_array(np.array([9]), "places")
+        model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [8, 4]))
+    model.opset_import[0].version = 8 if "spatial" in reason else 17
+    onnx.save(model, path)
+    # Any machine has this device, and it is not the CPU.
+    config = replace(config, artifact=str(path), backend="onnxruntime", device="meta")
+    with pytest.raises(ConfigError, match=rf"1/refused\.onnx: {reason}.*KIND_CPU"):
+        backend("onnxruntime")(config)
+    runner = backend("onnxruntime")(replace(config, is_gpu_optional=True))
+    assert reason in runner.built()[GPU_FALLBACK]
+    assert f"runs on the CPU: 1/refused.onnx: {reason}" in caplog.text
+    assert answer(runner, {"x": ROWS})["y"].shape == (3, 4)
 
 
 def config_on_cpu(config: ModelConfig) -> ModelConfig:
@@ -555,3 +595,180 @@ def test_three_dimensional_convolutions_are_not_channels_last(
     given = {f"penstock.{key}": value for key, value in options.items()}
     config = replace(model_config("pytorch", path, *specs), options=given)
     same_as_onnx_runtime(config, random.random((2, 2, 6, 6, 6), np.float32))
+
+
+class TestMasksThatAreInputs:
+    """Numbers that 16 bits do not hold mask as they do in FP32."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> ModelConfig:
+        nodes = [
+            helper.make_node("Add", ["x0", "x1"], ["s"]),
+            helper.make_node("Softmax", ["s"], ["y"], axis=-1),
+        ]
+        return sized(tmp_path / "model.onnx", nodes, {}, [3, 8], [3, 8])
+
+    @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+    @pytest.mark.parametrize("lowest", [-131008, -1e9, -3e38, np.finfo(np.float32).min])
+    def test_finite_ones_stay_finite(self, config: ModelConfig, lowest: float, dtype: str) -> None:
+        mask = np.zeros((3, 8), np.float32)
+        mask[0, 5:] = mask[2] = lowest
+        inputs = {"x0": ROWS, "x1": mask}
+        theirs = backend("onnxruntime")(replace(config, backend="onnxruntime"))
+        runner = backend("pytorch")(replace(config, options={"penstock.dtype": dtype}))
+        found, expected = answer(runner, inputs)["y"], answer(theirs, inputs)["y"]
+        np.testing.assert_allclose(found[:2], expected[:2], atol=5e-3)
+        # All tokens are hidden: it is the sum's precision that decides between them.
+        assert np.isfinite(found).all() and np.isfinite(expected).all()
+
+    @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+    def test_infinity_and_nan_stay(self, config: ModelConfig, dtype: str) -> None:
+        mask = np.zeros((3, 8), np.float32)
+        mask[0, 5:] = mask[2] = -np.inf
+        mask[1, 0] = np.nan
+        runner = backend("pytorch")(replace(config, options={"penstock.dtype": dtype}))
+        found = answer(runner, {"x0": ROWS, "x1": mask})["y"]
+        assert (found[0, 5:] == 0).all()
+        assert np.isnan(found[1:]).all()
+
+    def test_also_where_the_input_itself_stays_in_fp32(self, tmp_path: Path) -> None:
+        """It is compared, and added to scores."""
+        nodes = [
+            helper.make_node("Greater", ["x1", "limit"], ["is_seen"]),
+            helper.make_node("Add", ["x0", "x1"], ["s"]),
+            helper.make_node("Softmax", ["s"], ["p"], axis=-1),
+            helper.make_node("Where", ["is_seen", "p", "limit"], ["y"]),
+        ]
+        weights = {"limit": np.float32(-1)}
+        config = sized(tmp_path / "model.onnx", nodes, weights, [3, 8], [3, 8])
+        runner = backend("pytorch")(replace(config, options={"penstock.dtype": "fp16"}))
+        mask = np.zeros((3, 8), np.float32)
+        mask[2] = -1e9
+        found = answer(runner, {"x0": ROWS, "x1": mask})["y"]
+        assert np.isfinite(found).all() and (found[2] == -1).all()
+
+    def test_a_module_gets_the_same(self, tmp_path: Path) -> None:
+        code = """
+            import torch
+
+            class Masked(torch.nn.Module):
+                def forward(self, x0, x1):
+                    return torch.softmax(x0 + x1, -1)
+
+            def factory():
+                return Masked()
+        """
+        (tmp_path / "module.py").write_text(textwrap.dedent(code))
+        specs = [TensorSpec(name, "FP32", (3, 8)) for name in ("x0", "x1", "y")]
+        options = {"penstock.dtype": "fp16"}
+        config = model_config("pytorch", tmp_path / "module.py", specs[:2], specs[2:], 0, options)
+        mask = np.full((3, 8), -1e9, np.float32)
+        assert np.isfinite(answer(backend("pytorch")(config), {"x0": ROWS, "x1": mask})["y"]).all()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "limited"),
+    [
+        (["MatMul x0 w a", "Softmax a y"], set()),
+        (["Sub x0 half s", "Mul s half t", "MatMul t w a", "Softmax a y"], set()),
+        (["MatMul x0 w a", "Add a x1 s", "Softmax s y"], {"x1"}),
+        (["MatMul x0 w a", "Mul x1 half t", "Add a t s", "Softmax s y"], {"x1"}),
+        (["MatMul x0 w a", "Add x0 a y"], {"x0"}),
+    ],
+)
+def test_inputs_of_layers_are_cast_as_they_are(
+    tmp_path: Path, nodes: list[str], limited: set[str]
+) -> None:
+    made = [helper.make_node(n.split()[0], n.split()[1:-1], n.split()[-1:]) for n in nodes]
+    used = {name for node in made for name in node.input}
+    weights = {"w": np.eye(8, dtype=np.float32), "half": np.float32(0.5)}
+    weights = {name: each for name, each in weights.items() if name in used}
+    shapes = [[2, 8]] * (1 + ("x1" in used))
+    graph = load_graph(sized(tmp_path / "m.onnx", made, weights, *shapes), torch.float16)
+    assert limited_inputs(graph) == limited
+
+
+class TestBranchesOnSizes:
+    @pytest.mark.parametrize("opset", [13, 18])
+    @pytest.mark.parametrize("max_batch", [0, 4])
+    def test_after_padding_that_is_computed(
+        self, tmp_path: Path, opset: int, max_batch: int
+    ) -> None:
+        """The exporter writes an If for a squeeze, and pads that only folding makes constants."""
+        torch.manual_seed(0)
+        network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.LocalResponseNorm(5, 2.0))
+        x = torch.randn(2, 3, 9, 9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                network.eval(),
+                (x,),
+                tmp_path / "model.onnx",
+                input_names=["x0"],
+                output_names=["y"],
+                dynamic_axes={"x0": {0: "n"}, "y": {0: "n"}} if max_batch else None,
+                opset_version=opset,
+                dynamo=False,
+            )
+        rows = () if max_batch else (2,)
+        specs = (
+            TensorSpec("x0", "FP32", (*rows, 3, 9, 9)),
+            TensorSpec("y", "FP32", (*rows, 8, 7, 7)),
+        )
+        path = tmp_path / "model.onnx"
+        config = model_config("pytorch", path, specs[:1], specs[1:], max_batch)
+        same_as_onnx_runtime(config, x.numpy())
+
+    def branching(self, path: Path, nodes: Sequence[onnx.NodeProto], last: object) -> ModelConfig:
+        """A model that doubles its input, or triples it if a condition holds."""
+        branches = {}
+        for name, factor in (("then_branch", 3.0), ("else_branch", 2.0)):
+            weight = numpy_helper.from_array(np.array(factor, np.float32), "factor")
+            value = helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, None)
+            node = helper.make_node("Mul", ["x0", "factor"], [f"{name}_y"])
+            branches[name] = helper.make_graph([node], name, [], [value], [weight])
+        nodes = [*nodes, helper.make_node("If", ["condition"], ["y"], "choice", **branches)]
+        weights = {"last": np.array(1), "four": np.array(4), "large": np.array(1 << 40)}
+        weights["zero"] = np.array(0, np.float32)
+        return sized(path, nodes, weights, [2, last])
+
+    @pytest.mark.parametrize("last", [4, 5])
+    def test_of_a_size_that_is_fixed(self, tmp_path: Path, last: int) -> None:
+        nodes = [
+            helper.make_node("Shape", ["x0"], ["s0"]),
+            helper.make_node("Tile", ["x0", "s0"], ["b"]),
+            helper.make_node("Shape", ["b"], ["s"]),
+            helper.make_node("Gather", ["s", "last"], ["n"]),
+            helper.make_node("Mod", ["n", "four"], ["m"]),
+            helper.make_node("Cast", ["m"], ["condition"], to=TensorProto.BOOL),
+        ]
+        config = self.branching(tmp_path / "m.onnx", nodes, last)
+        same_as_onnx_runtime(config, np.random.default_rng(0).random((2, last), np.float32))
+
+    @pytest.mark.parametrize("limit", ["four", "large"])
+    def test_of_a_size_that_varies_are_refused(self, tmp_path: Path, limit: str) -> None:
+        """Also if all lengths that were tried are below the limit."""
+        nodes = [
+            helper.make_node("Shape", ["x0"], ["s"]),
+            helper.make_node("Gather", ["s", "last"], ["n"]),
+            helper.make_node("Greater", ["n", limit], ["condition"]),
+        ]
+        with pytest.raises(ConfigError, match=r"control flow If \(node 'choice'\) .* sizes"):
+            backend("pytorch")(self.branching(tmp_path / "m.onnx", nodes, "n"))
+
+    @pytest.mark.parametrize("is_size", [False, True])
+    def test_of_data_are_refused(self, tmp_path: Path, is_size: bool) -> None:
+        """A sum, and how many numbers are not zero."""
+        nodes = [
+            helper.make_node("NonZero", ["x0"], ["places"]),
+            helper.make_node("Shape", ["places"], ["s"]),
+            helper.make_node("Gather", ["s", "last"], ["n"]),
+            helper.make_node("Greater", ["n", "four"], ["condition"]),
+        ]
+        if not is_size:
+            nodes = [
+                helper.make_node("ReduceSum", ["x0"], ["n"], keepdims=0),
+                helper.make_node("Greater", ["n", "zero"], ["condition"]),
+            ]
+        with pytest.raises(ConfigError, match=r"control flow If \(node 'choice'\)"):
+            backend("pytorch")(self.branching(tmp_path / "m.onnx", nodes, 4))

@@ -19,6 +19,7 @@ from penstock.backends.onnx_import.precision import (
     MOVES,
     PERIODIC,
     constants_of,
+    find_divisor,
     is_tiny,
     keep_wide,
     may_be_float,
@@ -41,9 +42,13 @@ INTEGER_OPERATORS = {
     "DynamicQuantizeMatMul",
     "MatMulInteger",
     "MatMulIntegerToFloat",
+    "QAttention",
+    "QEmbedLayerNormalization",
     "QGemm",
+    "QLinearAveragePool",
     "QLinearConv",
     "QLinearMatMul",
+    "QLinearWhere",
 }
 
 
@@ -151,8 +156,14 @@ class _Narrowing:
             constants = list(constants_of(self.module, node))
             for found, is_outside in ((self._large, _is_large), (self._small, is_tiny)):
                 is_first = any(bool(is_outside(each, self.dtype).any()) for each in constants)
+                # Clients may mask with any number.
+                is_first |= node.op == "placeholder" and is_outside is _is_large
                 if is_first or any(each in found for each in node.all_input_nodes):
                     found.add(node)
+            if find_divisor(self.module, node) in self._small:
+                # The inverse of an epsilon may be beyond the range; it is no epsilon itself.
+                self._large.add(node)
+                self._small.discard(node)
 
     def narrow(self, node: fx.Node) -> fx.Node:
         if node not in self._made:

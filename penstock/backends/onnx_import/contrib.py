@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -11,9 +12,14 @@ from torch.nn import functional
 
 from penstock.backends.onnx_import import quantised, recurrent
 from penstock.backends.onnx_import.elementwise import gelu, swish
-from penstock.backends.onnx_import.layers import convolve
+from penstock.backends.onnx_import.layers import average_pool, convolve
 from penstock.backends.onnx_import.matrices import gemm
-from penstock.backends.onnx_import.values import ConvAttributes, GemmAttributes, OnnxOperator
+from penstock.backends.onnx_import.values import (
+    ConvAttributes,
+    GemmAttributes,
+    OnnxOperator,
+    PoolAttributes,
+)
 from penstock.errors import ConfigError
 from penstock.kernels import integer_weights
 
@@ -78,11 +84,53 @@ def embed_layer_norm(
     total = words[ids.long()] + positions[at.long()]
     if segment_table is not None and segments is not None:
         total = total + segment_table[segments.long()]
+    return _normed_embedding(total, gamma, beta, epsilon, ids, mask, num_outputs)
+
+
+def _normed_embedding(
+    total: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    epsilon: float,
+    ids: Tensor,
+    mask: Tensor | None,
+    num_outputs: int,
+) -> Tensor | tuple[Tensor, ...]:
+    """Return the norm of summed embeddings, then as asked the lengths by the mask, and the sums."""
     found = functional.layer_norm(total, total.shape[-1:], gamma, beta, epsilon)
     if num_outputs == 1:
         return found
     lengths = ids.new_zeros(len(ids)) if mask is None else mask.sum(1)
     return (found, lengths.to(torch.int32), total)[:num_outputs]
+
+
+def quantised_embed_layer_norm(
+    ids: Tensor,
+    segments: Tensor | None,
+    words: Tensor,
+    positions: Tensor,
+    segment_table: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    *quantisation: Tensor | None,
+    epsilon: float = 1e-12,
+    num_outputs: int,
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute EmbedLayerNormalization of integers; only the rows that are looked up become floats.
+    `quantisation` has five scales, then five zero points, in the order of the tables."""
+    at = torch.arange(ids.shape[1], device=ids.device)
+    rows = [words[ids.long()], positions[at], None, gamma, beta]
+    if segment_table is not None and segments is not None:
+        rows[2] = segment_table[segments.long()]
+    floats = [
+        quantised.dequantize(each, scale, zero)
+        for each, scale, zero in zip(rows, quantisation[:5], quantisation[5:], strict=True)
+        if each is not None and scale is not None
+    ]
+    *embedded, gamma, beta = floats
+    total = functools.reduce(torch.add, embedded)
+    return _normed_embedding(total, gamma, beta, epsilon, ids, mask, num_outputs)
 
 
 def attention(
@@ -108,14 +156,50 @@ def attention(
     width = weight.shape[1] // 3
     sizes = list(qkv_hidden_sizes) or [width] * 3
     joined = functional.linear(x, weight.t(), bias)
-    q, k, v = (
-        part.unflatten(-1, (num_heads, -1)).transpose(1, 2) for part in joined.split(sizes, -1)
-    )
-    if past is not None:
-        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+    q, k, v = _split_heads(joined.split(sizes, -1), num_heads, past)
     seen = _mask(mask, k.shape[2], q, mask_filter_value)
     found = _attend((q, k, v), seen, added, scale, is_causal=bool(unidirectional))
     return found if num_outputs == 1 else (found, torch.stack([k, v]))
+
+
+def quantised_attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    mask: Tensor | None = None,
+    x_zero: Tensor | None = None,
+    weight_zero: Tensor | None = None,
+    past: Tensor | None = None,
+    *,
+    num_heads: int,
+    do_rotary: int = 0,
+    mask_filter_value: float = -10000.0,
+    past_present_share_buffer: int = 0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+    num_outputs: int,
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute Attention of integers: only the projection is one of eight bits."""
+    if do_rotary or past_present_share_buffer:
+        why = "do_rotary and past_present_share_buffer are not supported"
+        raise ConfigError(f"QAttention: {why}")
+    joined = matmul_integer_to_float(x, weight, x_scale, weight_scale, x_zero, weight_zero, bias)
+    q, k, v = _split_heads(joined.chunk(3, -1), num_heads, past)
+    seen = _mask(mask, k.shape[2], q, mask_filter_value)
+    found = _attend((q, k, v), seen, None, scale, is_causal=bool(unidirectional))
+    return found if num_outputs == 1 else (found, torch.stack([k, v]))
+
+
+def _split_heads(
+    parts: Sequence[Tensor], num_heads: int, past: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values by head, with those of earlier tokens."""
+    q, k, v = (part.unflatten(-1, (num_heads, -1)).transpose(1, 2) for part in parts)
+    if past is not None:
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+    return q, k, v
 
 
 def _attend(
@@ -297,7 +381,7 @@ def _qlinear_unary(compute: str) -> OnnxOperator:
     return OnnxOperator(call)
 
 
-def qlinear_average_pool(
+def qlinear_global_average_pool(
     x: Tensor,
     x_scale: Tensor,
     x_zero: Tensor | None,
@@ -309,6 +393,39 @@ def qlinear_average_pool(
     values = quantised.dequantize(x, x_scale, x_zero)
     axes = range(1, x.dim() - 1) if channels_last else range(2, x.dim())
     return _quantize(values.mean(tuple(axes), keepdim=True), y_scale, y_zero, x)
+
+
+def qlinear_average_pool(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero: Tensor | None,
+    y_scale: Tensor,
+    y_zero: Tensor | None = None,
+    *,
+    channels_last: int = 0,
+    count_include_pad: int = 0,
+    **attributes: Unpack[PoolAttributes],
+) -> Tensor:
+    values = quantised.dequantize(x, x_scale, x_zero)
+    values = values.movedim(-1, 1) if channels_last else values
+    found = average_pool(values, count_include_pad=count_include_pad, **attributes)
+    found = _quantize(found, y_scale, y_zero, x)
+    return found.movedim(1, -1) if channels_last else found
+
+
+def qlinear_where(
+    condition: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero: Tensor | None,
+    y: Tensor,
+    y_scale: Tensor,
+    y_zero: Tensor | None,
+    z_scale: Tensor,
+    z_zero: Tensor | None = None,
+) -> Tensor:
+    one, other = quantised.dequantize(x, x_scale, x_zero), quantised.dequantize(y, y_scale, y_zero)
+    return _quantize(torch.where(condition, one, other), z_scale, z_zero, x)
 
 
 def qlinear_concat(y_scale: Tensor, y_zero: Tensor, *given: Tensor, axis: int) -> Tensor:
@@ -471,14 +588,18 @@ OPERATORS = {
     "MatMulIntegerToFloat": OnnxOperator(matmul_integer_to_float),
     "MatMulNBits": OnnxOperator(matmul_nbits),
     "MultiHeadAttention": OnnxOperator(multi_head_attention),
+    "QAttention": OnnxOperator(quantised_attention),
+    "QEmbedLayerNormalization": OnnxOperator(quantised_embed_layer_norm),
     "QGemm": OnnxOperator(quantised_gemm),
     "QLinearAdd": _qlinear_binary(is_product=False),
+    "QLinearAveragePool": OnnxOperator(qlinear_average_pool),
     "QLinearConcat": OnnxOperator(qlinear_concat),
-    "QLinearGlobalAveragePool": OnnxOperator(qlinear_average_pool),
+    "QLinearGlobalAveragePool": OnnxOperator(qlinear_global_average_pool),
     "QLinearLeakyRelu": _qlinear_unary("LeakyRelu"),
     "QLinearMul": _qlinear_binary(is_product=True),
     "QLinearSigmoid": _qlinear_unary("Sigmoid"),
     "QLinearSoftmax": OnnxOperator(qlinear_softmax),
+    "QLinearWhere": OnnxOperator(qlinear_where),
     "QuickGelu": OnnxOperator(quick_gelu),
     "SkipLayerNormalization": OnnxOperator(skip_layer_norm),
     "SkipSimplifiedLayerNormalization": OnnxOperator(skip_rms_norm),

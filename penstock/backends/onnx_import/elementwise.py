@@ -215,11 +215,14 @@ def widen(x: Tensor) -> Tensor:
 
 
 def cast_within(x: Tensor, *, to: torch.dtype, has_small: bool = False) -> Tensor:
-    """Cast; numbers beyond the range become half its largest, so that scores can be added to what
-    masks. With `has_small`, those below it become its smallest, so that one can divide by them."""
+    """Cast; finite numbers beyond the range become half its largest, so that scores can be added to
+    what masks. With `has_small`, those below it become its smallest, so that one can divide by
+    them."""
     limits = torch.finfo(to)
     most = limits.max / 2
-    found = x.to(to).nan_to_num(nan=math.nan, posinf=most, neginf=-most)
+    plain = x.to(to)
+    limited = plain.nan_to_num(nan=math.nan, posinf=most, neginf=-most)
+    found = torch.where(x.isinf(), plain, limited)
     if not has_small:
         return found
     least = torch.full_like(x, limits.smallest_normal).copysign(x).to(to)

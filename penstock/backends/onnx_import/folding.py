@@ -80,13 +80,12 @@ def record_shapes(
     return recorder.shapes
 
 
-def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
-    """Fold what is the same for all samples of input shapes that the graph takes; return how many
-    nodes were. A graph whose shapes depend on data stays as it is."""
-    module = model.module
+def _record(model: ImportedGraph, samples: Sequence[Sample]) -> list[_Recorder]:
+    """Run the graph without data for all samples of input shapes that it takes. Return nothing if
+    these are few, or if shapes depend on data."""
     records = []
     for sample in samples:
-        recorder = _Recorder(module)
+        recorder = _Recorder(model.module)
         given = [
             torch.empty(tuple(shape), dtype=dtype, device="meta")
             for dtype, shape in (sample[name] for name in model.inputs)
@@ -101,7 +100,30 @@ def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
             log.debug("shapes of %s: %s", sample, first_line(error))
             continue
         records.append(recorder)
-    if len(records) < max(1, MIN_SHARE * len(samples)):
+    return records if len(records) >= max(1, MIN_SHARE * len(samples)) else []
+
+
+def find_agreed(model: ImportedGraph, samples: Sequence[Sample]) -> list[torch.Tensor] | None:
+    """Return the outputs of a graph that follow from shapes alone, if they are the same for all
+    samples of input shapes that the graph takes."""
+    (output,) = (node for node in model.module.graph.nodes if node.op == "output")
+    # Each is computed on the host, then moved to the device.
+    nodes = [each.args[0] for each in output.args[0]]
+    records = _record(model, samples)
+    if not records or not all(node in record.host for node in nodes for record in records):
+        return None
+    first = records[0].host
+    if all(torch.equal(first[node], each.host[node]) for node in nodes for each in records):
+        return [first[node] for node in nodes]
+    return None
+
+
+def fold_shapes(model: ImportedGraph, samples: Sequence[Sample]) -> int:
+    """Fold what is the same for all samples of input shapes that the graph takes; return how many
+    nodes were. A graph whose shapes depend on data stays as it is."""
+    module = model.module
+    records = _record(model, samples)
+    if not records:
         return 0
     count = 0
     for node in list(module.graph.nodes):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +47,9 @@ log = logging.getLogger("penstock.onnx")
 Tensors = Mapping[str, torch.Tensor]
 Sizes = Mapping[str, Sequence[int]]
 Attributes = dict[str, object]
+# Returns the outputs of a graph that follow from shapes alone, if they are the same for all shapes
+# of inputs that may come.
+Evaluate = Callable[["ImportedGraph"], Sequence[torch.Tensor] | None]
 
 CONTRIB = "com.microsoft"
 STANDARD = ("", "ai.onnx")
@@ -78,6 +81,13 @@ OPERATORS: Mapping[str, Mapping[str, OnnxOperator]] = {
 OLDEST, NEWEST = 7, onnx.defs.onnx_opset_version()
 # Operators that exist in the standard domain under a name of an older ONNX Runtime.
 ALIASES = {"SimplifiedLayerNormalization": "RMSNormalization"}
+# Operators that make a condition of sizes.
+COMPARES = {"And", "Cast", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or"}
+COMPARES |= {"Reshape", "Squeeze", "Unsqueeze", "Xor"}
+NOT_CONSTANT = (
+    "its condition is not a constant, nor computed from fixed inputs or from sizes that are always "
+    "the same"
+)
 CONTROL = ("If", "Loop", "Scan", "SequenceMap")
 # Constant results larger than this are computed at each run instead of being kept.
 MAX_FOLDED_BYTES = 64 << 20
@@ -132,16 +142,19 @@ class ImportedGraph:
 
 
 def import_file(
-    path: Path, fixed: Tensors | None = None, sizes: Sizes | None = None
+    path: Path,
+    fixed: Tensors | None = None,
+    sizes: Sizes | None = None,
+    evaluate: Evaluate | None = None,
 ) -> ImportedGraph:
     """Import a file. `fixed` inputs are constants from then on; `sizes` are shapes of inputs that
-    will not change, with -1 for sizes that may. Raise ConfigError naming each operator that this
-    engine does not have."""
+    will not change, with -1 for sizes that may; `evaluate` decides conditions of If that follow
+    from shapes. Raise ConfigError naming each operator that this engine does not have."""
     try:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:  # onnx and protobuf raise many types for a broken file.
         raise BrokenFile([f"cannot be read as ONNX: {first_line(error)}"]) from None
-    return import_model(model, path.parent, fixed, sizes)
+    return import_model(model, path.parent, fixed, sizes, evaluate)
 
 
 def import_model(
@@ -149,6 +162,7 @@ def import_model(
     folder: Path = Path(),
     fixed: Tensors | None = None,
     sizes: Sizes | None = None,
+    evaluate: Evaluate | None = None,
 ) -> ImportedGraph:
     for value in model.graph.input:
         for dim, size in zip(
@@ -160,7 +174,7 @@ def import_model(
         sort_model(model)
     except ConfigError as error:
         raise BrokenFile(error.problems) from None
-    flat = _Flattener(folder)
+    flat = _Flattener(folder, evaluate)
     flat.read(_inlined(model), dict(fixed or {}))
     return _Emitter(flat).emit()
 
@@ -277,6 +291,7 @@ class _Flattener:
     """Reads a graph into steps: constants are computed, branches chosen."""
 
     folder: Path
+    evaluate: Evaluate | None = None
     steps: list[GraphStep] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
@@ -379,9 +394,12 @@ class _Flattener:
         return torch.empty(0)
 
     def _choose_branch(self, node: NodeProto) -> None:
-        condition = self.constants.get(self._resolve(node.input[0]))
+        name = self._resolve(node.input[0])
+        condition = self.constants.get(name)
         if condition is None:
-            self._refuse(node, "its condition is not a constant, nor computed from fixed inputs")
+            condition = self._evaluate(name)
+        if condition is None:
+            self._refuse(node, NOT_CONSTANT)
             return
         branches = {each.name: each.g for each in node.attribute}
         chosen = branches["then_branch" if bool(condition) else "else_branch"]
@@ -392,6 +410,27 @@ class _Flattener:
         self._read_nodes(chosen)
         for outer, inner in zip(node.output, chosen.output, strict=True):
             self._names[outer] = self._resolve(inner.name)
+
+    def _evaluate(self, condition: str) -> torch.Tensor | None:
+        """Return a condition that compares sizes, if these are the same for all shapes of inputs
+        that may come; it is not enough that the results are."""
+        steps, compared, names = [], [condition], {condition}
+        for step in reversed(self.steps):
+            if not names & set(step.outputs):
+                continue
+            steps.append(step)
+            names.update(step.inputs)
+            if step.op_type in COMPARES and set(compared) & set(step.outputs):
+                compared += [name for name in step.inputs if name and name not in self.constants]
+        made = {name for step in steps for name in step.outputs}
+        is_whole = names <= made | {"", *self.inputs, *self.constants}
+        if self.evaluate is None or not is_whole or condition not in made:
+            return None
+        part = replace(self, steps=steps[::-1], outputs={name: name for name in compared})
+        if not set(compared) <= _host_values(part, compared):
+            return None
+        found = self.evaluate(_Emitter(part, compared).emit())
+        return None if found is None else found[0]
 
     def _resolve(self, name: str) -> str:
         return self._names.get(name, name)
@@ -551,6 +590,8 @@ class _Emitter:
     """Writes steps as a graph of torch.fx."""
 
     flat: _Flattener
+    # Values to compute on the host, beside those that operators need there.
+    wanted: Sequence[str] = ()
     root: nn.Module = field(default_factory=nn.Module)
     graph: fx.Graph = field(default_factory=fx.Graph)
     _nodes: dict[str, fx.Node] = field(default_factory=dict)
@@ -561,7 +602,7 @@ class _Emitter:
     _num_modules: int = 0
 
     def emit(self) -> ImportedGraph:
-        self._on_host = _host_values(self.flat)
+        self._on_host = _host_values(self.flat, self.wanted)
         for name in self.flat.inputs:
             node = self.graph.placeholder(f"input_{len(self._nodes)}")
             node.meta[RANK] = self.flat.ranks.get(name)
@@ -687,15 +728,15 @@ def take_item(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
     return values[number]
 
 
-def _host_values(flat: _Flattener) -> set[str]:
+def _host_values(flat: _Flattener, also: Iterable[str] = ()) -> set[str]:
     """Return the values to compute on the host: those that follow from shapes alone, and that some
-    operator needs there."""
+    operator needs there or that are asked for."""
     derived: set[str] = set()
     for step in flat.steps:
         known = (not name or name in flat.constants or name in derived for name in step.inputs)
         if step.op_type in ("Shape", "Size") or all(known):
             derived.update(step.outputs)
-    wanted: set[str] = set()
+    wanted = set(also)
     for step in reversed(flat.steps):
         is_wanted = bool(wanted & derived & set(step.outputs))
         if step.op_type in ("Shape", "Size"):

@@ -5,7 +5,7 @@ stay in FP32 up to where they meet a tensor of 16 bits: floats made of integers 
 timesteps), angles that are computed from an input, and sums over axes that arithmetic follows,
 such as those of a norm or of mean pooling. An input that becomes integers stays too, and so do
 coordinates of images, whatever they are computed from, and numbers that a tiny constant keeps from
-being zero before a logarithm or a root. `casting` casts the graph around them.
+being zero before a logarithm, a root or a division. `casting` casts the graph around them.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ OF_SQUARES: dict[Compute, Compute] = {
 }
 # Functions that keep numbers above a limit, and one whose results may be near zero.
 FLOORS = {torch.clamp, *(elementwise.ARITHMETIC[name].compute for name in ("Add", "Clip", "Max"))}
+# Functions that leave small numbers small.
+PASS_ON = {torch.sqrt, *MOVES}
 SOFTMAX = elementwise.OPERATORS["Softmax"].compute
 # Functions that take coordinates, and scores to compare, at these positions. They compute in FP32.
 TAKES_WIDE: dict[object, tuple[int, ...]] = {
@@ -131,7 +133,7 @@ def keep_wide(module: fx.GraphModule, dtype: torch.dtype) -> set[fx.Node]:
     wide = {node for node, origin in origins.items() if _is_spoilt(node, origin)}
     wide |= {source for node in module.graph.nodes for source in _rounded(node, origins)}
     wide |= {node for node in module.graph.nodes if _compares_inputs(node, origins)}
-    computed = _sources(module, _after_floors(module, dtype), origins)
+    computed = _sources(module, _after_floors(module, dtype, origins), origins)
     wide |= computed | _constant_coordinates(module)
     for node in reversed(module.graph.nodes):
         if node in wide and not _is_sum(module, node, origins):
@@ -147,6 +149,19 @@ def keep_wide(module: fx.GraphModule, dtype: torch.dtype) -> set[fx.Node]:
         elif _is_sum(module, node, origins):
             _widen_sum(node)
     return {node for node in module.graph.nodes if node in wide}
+
+
+def find_limited(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the inputs whose numbers beyond the range of 16 bits must stay finite, such as masks:
+    those that reach more than layers and matrix products by arithmetic."""
+    found: set[fx.Node] = set()
+    followed = ARITHMETIC | MOVES | CASTS | {elementwise.widen, elementwise.cast_within}
+    for node in reversed(module.graph.nodes):
+        for user in node.users:
+            is_layer = user.op == "call_module" or user.target in PRODUCTS
+            if not is_layer and (user in found or user.target not in followed):
+                found.add(node)
+    return {node for node in found if node.op == "placeholder" and may_be_float(node)}
 
 
 def _is_spoilt(node: fx.Node, origin: Origin) -> bool:
@@ -208,15 +223,50 @@ def constants_of(module: fx.GraphModule, node: fx.Node) -> Iterator[torch.Tensor
             yield tensor
 
 
-def _after_floors(module: fx.GraphModule, dtype: torch.dtype) -> set[fx.Node]:
-    """Return logarithms and roots of numbers with a lower limit that 16 bits do not hold."""
+def _after_floors(module: fx.GraphModule, dtype: torch.dtype, origins: Origins) -> set[fx.Node]:
+    """Return logarithms, roots and inverses of numbers with a lower limit that 16 bits do not hold,
+    and what multiplies by the inverses. Norms divide by sums over axes in 16 bits."""
     found: set[fx.Node] = set()
+    # Nodes whose results may be as small as the limit, and as large as its inverse.
+    small, large = set[fx.Node](), set[fx.Node]()
     for node in module.graph.nodes:
-        if node.target not in FLOORS or not is_float(node) or node.meta.get(ON_HOST):
+        if node.op != "call_function" or not is_float(node) or node.meta.get(ON_HOST):
             continue
-        if any(bool(is_tiny(each, dtype).any()) for each in constants_of(module, node)):
-            found.update(each for each in node.users if each.target in (torch.log, torch.sqrt))
+        sources = set(node.all_input_nodes)
+        divisor = find_divisor(module, node)
+        is_norm = Origin.SUM in origins.get(divisor, Origin.CONSTANT)
+        is_inverse = divisor in small and not is_norm
+        is_product = node.target is torch.mul and bool(sources & large)
+        is_root = node.target in (torch.log, torch.sqrt) and bool(sources & small)
+        if is_inverse or is_product or is_root:
+            found.add(node)
+        if _has_limit(module, node, dtype) or (node.target in PASS_ON and sources & small):
+            small.add(node)
+        if is_inverse or (node.target in MOVES and sources & large):
+            large.add(node)
     return found
+
+
+def _has_limit(module: fx.GraphModule, node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a tiny constant keeps the result from being zero."""
+    constants = constants_of(module, node) if node.target in FLOORS else ()
+    return any(bool(is_tiny(each, dtype).any()) for each in constants)
+
+
+def find_divisor(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Return the value by which a node divides."""
+    found: object = None
+    if node.target is torch.reciprocal:
+        found = node.args[0]
+    elif node.target is elementwise.divide:
+        found = node.args[1]
+    elif node.target is elementwise.power:
+        exponent = node.args[1]
+        if not isinstance(exponent, float | int):
+            exponent = read_constant(module, exponent)
+        is_negative = exponent is not None and bool(torch.as_tensor(exponent < 0).all())
+        found = node.args[0] if is_negative else None
+    return found if isinstance(found, fx.Node) else None
 
 
 def _sources(module: fx.GraphModule, wanted: set[fx.Node], origins: Origins) -> set[fx.Node]:

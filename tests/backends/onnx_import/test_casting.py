@@ -10,6 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from penstock.backends.onnx_import.casting import retype
+from penstock.backends.onnx_import.elementwise import cast_within
 from penstock.backends.onnx_import.importer import import_model
 from penstock.types import Array
 
@@ -178,3 +179,14 @@ def test_operators_that_make_floats(op_type: str, dtype: torch.dtype) -> None:
     [(found, expected)] = compare(model, inputs, dtype)
     scale = np.abs(expected).max()
     np.testing.assert_allclose(found / scale, expected / scale, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_numbers_beyond_the_range_are_limited_without_looking_at_them(dtype: torch.dtype) -> None:
+    """CUDA graphs capture it: a tensor on the meta device has no data to wait for."""
+    assert cast_within(torch.empty(4, device="meta"), to=dtype).dtype == dtype
+    most, limits = torch.finfo(torch.float32).max, torch.finfo(dtype)
+    given = torch.tensor([-most, most, -torch.inf, torch.inf, torch.nan, limits.max, 1.5, 0])
+    expected = [-limits.max / 2, limits.max / 2, -torch.inf, torch.inf, torch.nan, limits.max]
+    found = cast_within(given, to=dtype).double()
+    torch.testing.assert_close(found, torch.tensor([*expected, 1.5, 0]).double(), equal_nan=True)

@@ -14,7 +14,7 @@ from penstock.types import Array
 WIDTH, HEADS, ROWS, LENGTH = 16, 4, 2, 5
 RANDOM = np.random.default_rng(5)
 TYPES = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32, "uint8": TensorProto.UINT8}
-TYPES["int8"] = TensorProto.INT8
+TYPES |= {"int8": TensorProto.INT8, "bool": TensorProto.BOOL}
 
 
 def numbers(*shape: int) -> Array:
@@ -31,6 +31,8 @@ MASK = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], np.int32)
 X, SKIP = numbers(ROWS, LENGTH, WIDTH), numbers(ROWS, LENGTH, WIDTH)
 QKV, QKV_BIAS = numbers(WIDTH, 3 * WIDTH), numbers(3 * WIDTH)
 SMALL = whole(np.uint8, 2, 3, 4, 4)
+SIGNED, MINUS = whole(np.int8, 2, 3, 4, 4), np.array(-5, np.int8)
+FINE = np.array(0.01, np.float32)
 PACKED = whole(np.uint8, 8, 1, 8)
 CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
     "bias gelu": ("BiasGelu", {"x": X, "b": numbers(WIDTH)}, {}),
@@ -138,6 +140,55 @@ CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
         {"a": numbers(3, 8), "b": whole(np.uint8, 8, 5), "bs": SCALE, "bz": ZERO},
         {},
     ),
+    "quantised window average": (
+        "QLinearAveragePool",
+        {"x": SMALL, "xs": SCALE, "xz": ZERO, "ys": SCALE, "yz": ZERO},
+        {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 2]},
+    ),
+    "quantised window average with padding, of signed integers": (
+        "QLinearAveragePool",
+        {"x": SIGNED, "xs": SCALE, "xz": MINUS, "ys": np.array(0.013, np.float32), "yz": MINUS},
+        {"kernel_shape": [3, 2], "pads": [1, 0, 2, 1], "count_include_pad": 1},
+    ),
+    "quantised window average, channels last": (
+        "QLinearAveragePool",
+        {"x": whole(np.uint8, 2, 7, 6, 3), "xs": SCALE, "xz": ZERO, "ys": SCALE, "yz": ZERO},
+        {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1, "channels_last": 1},
+    ),
+    "quantised window average of the same size": (
+        "QLinearAveragePool",
+        {"x": SMALL, "xs": SCALE, "xz": ZERO, "ys": SCALE, "yz": ZERO},
+        {"kernel_shape": [2, 3], "auto_pad": "SAME_UPPER"},
+    ),
+    "quantised choice": (
+        "QLinearWhere",
+        {"c": RANDOM.random((2, 1, 4, 4)) < 0.5, "x": SMALL, "xs": SCALE, "xz": ZERO}
+        | {"o": whole(np.uint8, 3, 1, 1), "os": np.array(0.03, np.float32)}
+        | {"oz": np.array(9, np.uint8), "zs": np.array(0.05, np.float32), "zz": ZERO},
+        {},
+    ),
+    "quantised choice of signed integers": (
+        "QLinearWhere",
+        {"c": RANDOM.random((2, 3, 4, 4)) < 0.5, "x": SIGNED, "xs": SCALE, "xz": MINUS}
+        | {"o": np.array([-128], np.int8), "os": np.array(0.03, np.float32)}
+        | {"oz": np.array(9, np.int8), "zs": np.array(0.05, np.float32), "zz": MINUS},
+        {},
+    ),
+    "quantised attention": (
+        "QAttention",
+        {"x": whole(np.uint8, ROWS, LENGTH, WIDTH), "w": whole(np.int8, WIDTH, 3 * WIDTH)}
+        | {"b": QKV_BIAS, "xs": SCALE, "ws": FINE, "m": MASK}
+        | {"xz": np.array(120, np.uint8), "wz": np.array(2, np.int8)},
+        {"num_heads": HEADS},
+    ),
+    "quantised attention with scales of columns": (
+        "QAttention",
+        {"x": whole(np.uint8, ROWS, LENGTH, WIDTH), "w": whole(np.uint8, WIDTH, 3 * WIDTH)}
+        | {"b": QKV_BIAS, "xs": SCALE, "ws": numbers(3 * WIDTH) ** 2 / 99}
+        | {"m": np.array([5, 3], np.int32), "xz": np.array(120, np.uint8)}
+        | {"wz": whole(np.uint8, 3 * WIDTH)},
+        {"num_heads": HEADS},
+    ),
     "weights of four bits": (
         "MatMulNBits",
         {"a": numbers(3, 16), "b": PACKED, "s": numbers(8)},
@@ -146,6 +197,15 @@ CASES: dict[str, tuple[str, dict[str, Array], Mapping[str, object]]] = {
 }
 
 
+def scales(names: str) -> dict[str, Array]:
+    return {f"{name}_scale": np.array(RANDOM.random() / 50, np.float32) for name in names}
+
+
+def zeros(names: str, dtype: type = np.uint8) -> dict[str, Array]:
+    return {f"{name}_zero": whole(dtype)[()].reshape(()) for name in names}
+
+
+IDS = RANDOM.integers(0, 20, (ROWS, LENGTH)).astype(np.int32)
 PAST = numbers(2, ROWS, HEADS, 3, WIDTH // HEADS)
 PAST_MASK = np.array([[1] * 8, [1, 1, 0, 1, 1, 1, 0, 1]], np.int32)
 LSTM_WEIGHTS = {
@@ -180,6 +240,31 @@ SEVERAL: dict[str, tuple[str, dict[str, Array], Mapping[str, object], int]] = {
         {"num_heads": HEADS, "unidirectional": 1},
         3,
     ),
+    "quantised attention with a past": (
+        "QAttention",
+        {"x": whole(np.uint8, ROWS, LENGTH, WIDTH), "w": whole(np.int8, WIDTH, 3 * WIDTH)}
+        | {"b": QKV_BIAS, "xs": SCALE, "ws": FINE, "": np.empty(0)}
+        | {"xz": np.array(120, np.uint8), "wz": np.array(0, np.int8), "p": PAST},
+        {"num_heads": HEADS, "unidirectional": 1},
+        2,
+    ),
+    "quantised embedding": (
+        "QEmbedLayerNormalization",
+        {"i": IDS, "s": IDS % 2, "wt": whole(np.uint8, 20, WIDTH), "pt": whole(np.uint8, 8, WIDTH)}
+        | {"st": whole(np.uint8, 2, WIDTH), "g": whole(np.uint8, WIDTH)}
+        | {"b": whole(np.uint8, WIDTH), "m": MASK, **scales("wpsgb"), **zeros("wpsgb")},
+        {"epsilon": 1e-6},
+        2,
+    ),
+    "quantised embedding without segments": (
+        "QEmbedLayerNormalization",
+        {"i": IDS, "": np.empty(0), "wt": whole(np.int8, 20, WIDTH), "pt": whole(np.int8, 8, WIDTH)}
+        | {" ": np.empty(0), "g": whole(np.int8, WIDTH), "b": whole(np.int8, WIDTH)}
+        | {"  ": np.empty(0), **scales("wp"), "   ": np.empty(0), **scales("gb")}
+        | {**zeros("wp", np.int8), "    ": np.empty(0), **zeros("gb", np.int8)},
+        {},
+        2,
+    ),
     "quantised LSTM": (
         "DynamicQuantizeLSTM",
         {"x": numbers(5, 1, 6), **LSTM_WEIGHTS}
@@ -209,7 +294,8 @@ def test_all_outputs_are_those_of_onnx_runtime(name: str) -> None:
     given = [key.strip() for key in inputs]
     node = helper.make_node(op_type, given, names, domain="com.microsoft", **attributes)
     first = given[0]
-    value = helper.make_tensor_value_info(first, TensorProto.FLOAT, inputs[first].shape)
+    kind = TYPES[inputs[first].dtype.name]
+    value = helper.make_tensor_value_info(first, kind, inputs[first].shape)
     weights = {key: array for key, array in inputs.items() if key.strip() and key != first}
     graph = helper.make_graph(
         [node],
@@ -254,5 +340,5 @@ def test_answers_are_those_of_onnx_runtime(name: str) -> None:
     assert (found.numpy().dtype, found.shape) == (expected.dtype, expected.shape)
     difference = np.abs(found.numpy().astype(np.float64) - expected.astype(np.float64)).max()
     # Quantised values may round to the next step.
-    largest = 1 if expected.dtype == np.uint8 else 2e-4 * max(1, np.abs(expected).max())
+    largest = 1 if expected.dtype.itemsize == 1 else 2e-4 * max(1, np.abs(expected).max())
     assert difference <= largest

@@ -11,6 +11,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from penstock.backends.onnx_import import elementwise
 from penstock.backends.onnx_import.casting import retype
 from penstock.backends.onnx_import.folding import fold_shapes
 from penstock.backends.onnx_import.importer import import_model
@@ -555,3 +556,79 @@ def test_tiny_limits_before_logarithms_and_roots(kind: str, dtype: torch.dtype) 
     model = build(nodes, inputs, weights)
     assert error(model, inputs, dtype) < TOLERANCES[dtype]
     assert run(model, inputs, dtype).dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
+
+
+QUOTIENTS = {
+    "sum": ["Abs a size", "Add size least safe", "Div a safe y"],
+    "clip": ["Abs a size", "Clip size least safe", "Div a safe y"],
+    "inverse": ["Abs a size", "Max size least safe", "Reciprocal safe r", "Mul a r y"],
+    "power": ["Abs a size", "Add size least safe", "Pow safe minus r", "Mul r a y"],
+    "one": ["Abs a size", "Add size least safe", "Div one safe r", "Mul a r y"],
+    "root": ["Mul a a size", "Add size least2 safe", "Sqrt safe s", "Div a s y"],
+    "inverse root": ["Mul a a size", "Add size least2 safe", "Pow safe half r", "Mul a r y"],
+    "moved": ["Abs a size", "Add size least safe", "Reshape safe s t", "Div a t y"],
+}
+
+
+def quotient(kind: str, *, of_layer: bool) -> tuple[list[onnx.NodeProto], dict[str, Array]]:
+    first = ["MatMul x w a"] if of_layer else ["Identity x a"]
+    texts = [each.split() for each in [*first, *QUOTIENTS[kind]]]
+    numbers = {"least": 1e-8, "least2": 1e-16, "minus": -1, "one": 1, "half": -0.5}
+    weights = {name: np.array(each, np.float32) for name, each in numbers.items()}
+    weights |= {"w": np.eye(64, dtype=np.float32), "s": np.array([-1, 64])}
+    nodes = [node(words[0], words[1:-1], words[-1:]) for words in texts]
+    used = {name for each in nodes for name in each.input}
+    made = {name for each in nodes for name in each.output}
+    return nodes, {name: each for name, each in weights.items() if name in used - made}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("of_layer", [True, False])
+@pytest.mark.parametrize("kind", QUOTIENTS)
+def test_tiny_limits_before_divisions(kind: str, of_layer: bool, dtype: torch.dtype) -> None:
+    """Numbers from 1e-5 to 1, of which FP16 holds the smallest with fewer digits: the quotient is
+    a sign."""
+    sizes = 10.0 ** random.uniform(-5, 0, (4, 64)) * np.sign(random.standard_normal((4, 64)))
+    inputs = {"x": sizes.astype(np.float16).astype(np.float32)}
+    inputs["x"][0, 0] = 0
+    nodes, weights = quotient(kind, of_layer=of_layer)
+    assert error(build(nodes, inputs, weights), inputs, dtype) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("least", [1e-5, 1e-12])
+@pytest.mark.parametrize("kind", ["layer norm", "rms norm", "l2", "clipped l2"])
+def test_norms_divide_in_sixteen_bits(kind: str, least: float) -> None:
+    """Also those that are not one layer, because they are over another axis."""
+    axes: dict[str, object] = {"axes": [1], "keepdims": 1}
+    square = [node("Mul", ["d", "d"], ["q"]), node("ReduceMean", ["q"], ["v"], **axes)]
+    root = [node("Add", ["v", "least"], ["w"]), node("Sqrt", ["w"], ["s"])]
+    nodes = {
+        "layer norm": [
+            node("ReduceMean", ["x"], ["m"], **axes),
+            node("Sub", ["x", "m"], ["d"]),
+            *square,
+            *root,
+        ],
+        "rms norm": [node("Identity", ["x"], ["d"]), *square, *root],
+        "l2": [
+            node("Identity", ["x"], ["d"]),
+            node("ReduceL2", ["x"], ["v"], **axes),
+            node("Add", ["v", "least"], ["s"]),
+        ],
+        "clipped l2": [
+            node("Identity", ["x"], ["d"]),
+            node("ReduceL2", ["x"], ["v"], **axes),
+            node("Clip", ["v", "least"], ["t"]),
+            node("Shape", ["x"], ["shape"]),
+            node("Expand", ["t", "shape"], ["s"]),
+        ],
+    }[kind]
+    nodes += [node("Div", ["d", "s"], ["n"]), node("Relu", ["n"], ["y"])]
+    inputs = {"x": floats(2, 16, 6, 6)}
+    model = build(nodes, inputs, {"least": np.array(least, np.float32)})
+    assert run(model, inputs, torch.float16).dtype == torch.float16
+    graph = import_model(model)
+    fuse_patterns(graph.module)
+    retype(graph, torch.float16)
+    assert elementwise.widen not in [each.target for each in graph.module.graph.nodes]
+    assert not any(each.meta.get(UNCAST) for each in graph.module.graph.nodes)
