@@ -44,7 +44,7 @@ class Technique:
     num_copies: int = 1
     # From the ONNX file with Q/DQ nodes.
     is_int8: bool = False
-    # Loaded for each batch size by itself, as a compiler that times kernels needs it.
+    # Loaded for each batch size by itself, as compilers do best; only the smallest and the largest.
     is_fixed: bool = False
     # Time limit of the process in seconds; 0: the default.
     limit_s: float = 0.0
@@ -95,8 +95,8 @@ def runs_on(technique: Technique, device: str) -> bool:
 
 # Served: rows of a batch, and clients for each of them: one waits while the other is answered.
 MAX_BATCH, CLIENTS_A_ROW = 64, 2
-# Tuning and max-autotune take longer than other rows.
-TUNING_S, AUTOTUNE_S = 240.0, 420.0
+# Tuning, torch.compile and max-autotune take longer than other rows.
+TUNING_S, COMPILE_S, AUTOTUNE_S = 240.0, 300.0, 420.0
 
 
 def served(name: str, technique: Technique, max_batch: int = MAX_BATCH) -> dict[str, Technique]:
@@ -105,6 +105,15 @@ def served(name: str, technique: Technique, max_batch: int = MAX_BATCH) -> dict[
     return {
         f"{name}, served one by one": replace(technique, max_batch=1),
         f"{name}, served in batches": replace(technique, max_batch=max_batch),
+    }
+
+
+def compiled(options: Mapping[str, str]) -> dict[str, Technique]:
+    """torch.compile for one batch size at a time, which is faster than code for all of them."""
+    technique = Technique(options, "FP16", is_fixed=True, limit_s=COMPILE_S)
+    return {
+        "fp16 compile": technique,
+        "fp16 compile, graphs": replace(technique, options={**options, **GRAPHS}),
     }
 
 
@@ -127,8 +136,7 @@ def for_images(fuse: str, max_batch: int = MAX_BATCH) -> dict[str, Technique]:
         "bf16 eager": Technique(BF16, "FP16"),
         "fp16 channels-last": Technique(LAST, "FP16"),
         "fp16 channels-last, graphs": last_graphed,
-        "fp16 compile": Technique(COMPILED, "FP16"),
-        "fp16 compile, graphs": Technique({**COMPILED, **GRAPHS}, "FP16"),
+        **compiled(COMPILED),
         "fp16 fused": Technique(fused, "FP16", limit_s=TUNING_S),
         "fp16 fused, graphs": graphed,
         "int8 fused, graphs": Technique({**fused, **GRAPHS}, is_int8=True, limit_s=TUNING_S),
@@ -152,8 +160,7 @@ FOR_PATCHES = {
     "bf16 eager": Technique(BF16, "FP16"),
     "fp16 graphs": Technique(GRAPHED, "FP16"),
     "bf16 graphs": Technique({**BF16, **GRAPHS}, "FP16"),
-    "fp16 compile": Technique({**HALF, "penstock.compile": "default"}, "FP16"),
-    "fp16 compile, graphs": Technique({**GRAPHED, "penstock.compile": "default"}, "FP16"),
+    **compiled({**HALF, "penstock.compile": "default"}),
     "fp16 fused transformer": Technique({**HALF, "penstock.fuse": "transformer"}, "FP16"),
     "fp16 fused transformer, graphs": Technique(
         {**GRAPHED, "penstock.fuse": "transformer"}, "FP16"

@@ -214,6 +214,8 @@ class Results:
     shard: Shard
     paths: Sequence[Path]
     found: dict[str, Any] = field(default_factory=dict)
+    # Rows of this run. The answers of others are from a run before.
+    measured: set[str] = field(default_factory=set)
 
     @property
     def known(self) -> dict[str, Any]:
@@ -227,6 +229,7 @@ class Results:
                 path.replace(path.with_name(f"{REFERENCE}_{path.name.partition('@')[2]}"))
         if name != REFERENCE:
             self.known[name] = row
+            self.measured.add(name)
         if references(self.shard):
             self._compare(first)
         order = [*self.shard.techniques, *self.known]
@@ -238,6 +241,8 @@ class Results:
     def _compare(self, first: str) -> None:
         """Rows that ended before the reference was there are compared now."""
         for name, row in self.known.items():
+            if name not in self.measured:
+                continue
             for load, figures in row.get("batches", {}).items():
                 path = answers_path(self.shard, name, load)
                 reference = self.shard.folder / f"{REFERENCE}_{slug(load)}.npz"
