@@ -21,7 +21,7 @@ PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
 	$(addprefix tests/benchmark/test_,ci_gate.py exchange.py messages.py recorder.py verdicts.py) \
 	$(addprefix tests/optimizer/test_,binomial.py budget.py columns.py goals.py outcomes.py plan_file.py scores.py time_plan.py)
 
-.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-shards fuzz bench-gate bench-serving clean
+.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-operate verify-shards verify-deploy verify-monitoring verify-ray verify-scaling fuzz bench-gate bench-serving clean
 
 # Optimise a sentiment classifier to a latency target: under 3 minutes, plus set-up on the first run.
 demo: $(READY)
@@ -59,13 +59,49 @@ verify: $(READY)
 ifdef ROW
 	$(BIN)/python tests/scorecard.py $(ROW)
 else
-	$(BIN)/python -m pytest -m verify -v -s --hypothesis-profile explore
+	$(BIN)/python -m pytest -m verify -v -s --hypothesis-profile explore --ignore tests/deploy
 endif
 
 # Faults, drain, reload, cancellation, quotas and bits with 1, 2 and 4 shards, and the laws of
 # batching: at most 30 minutes on two cores. CHECK=drain runs the checks with this in their title.
 verify-shards: $(READY)
 	$(BIN)/python tests/shard_checks.py --only "$(CHECK)"
+
+# A Ray cluster of two nodes on this machine: kill a node under load, scale, roll an update, and more.
+# About ten minutes on two cores; Ray lives in an environment of its own. CHECK=node runs the checks
+# with this in their title.
+RAY := .bench/ray
+verify-ray: $(RAY)/.ready
+	$(RAY)/bin/python tests/ray_cluster.py --only "$(CHECK)"
+
+$(RAY)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[ray,llm]" "openai>=2.0" "tritonclient[http]>=2.60"
+	touch $(RAY)/.ready
+
+# Alerts and dashboards in a real Prometheus (Debian package): about three minutes.
+verify-monitoring: $(READY)
+	$(BIN)/python -m pytest tests/deploy/test_monitoring.py
+
+# The image, compose.yaml, rendered pods behind haproxy, schemas of all kinds, the chart, the unit:
+# real podman, Prometheus and haproxy, as root. What is missing fails. CHECK=pods runs the tests
+# with this in their name. TEST_BASE is a base image from a registry; without it, debootstrap makes
+# one, once. 30 minutes on the first run, 15 later, on two cores.
+verify-deploy: $(READY)
+	$(BIN)/python -m pytest tests/deploy -m verify -v -s -k "$(CHECK)"
+
+# Instances that follow the load of a real trace, simulated and with real processes, beside an oracle:
+# about 22 minutes. Fails if the SLO is missed, a request is lost, or more than 1.3 times the oracle's
+# instance-hours are used.
+verify-scaling: $(READY)
+	$(BIN)/python -m pytest tests/operate/test_scaling_replay.py tests/e2e/test_scaling_served.py
+	$(BIN)/python benchmarks/autoscaling.py
+
+# A model's life in production under load: a canary that is promoted in steps, and two planted faults
+# that are rolled back; at most 10 minutes on two cores.
+verify-operate: $(READY)
+	$(BIN)/python tests/operate_story.py
 
 # Every parser under coverage guidance, this long each; atheris lives in an environment of its own.
 FUZZ := .bench/fuzz

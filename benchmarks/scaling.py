@@ -10,9 +10,10 @@
 Models that compute nothing (`null` backend), so that the way to the worker is what is measured:
 small (FP32 [16]) over HTTP as binary tensors and as JSON and over gRPC, and images (FP32
 [3, 224, 224], 600 kB each way) as binary tensors. Closed loop from as many generator processes as
-half the cores, next to the server. Every point has a server of its own; CPU time is that of the
-server's processes while it was measured. Triton copies the same tensors in its Python backend, the
-only one that runs from its wheel, with each number of instances; its best is compared.
+half the cores, next to the server: `penstock bench`, or raw HTTP/2 frames for gRPC
+(`overhead/h2_load.py`). Every point has a server of its own; CPU time is that of the server's
+processes while it was measured. Triton copies the same tensors in its Python backend, the only one
+that runs from its wheel, with each number of instances; its best is compared.
 
 Further parts (`scaling_parts.py`): OpenAI streams of Qwen3-0.6B's shape with 256 and 1,024 clients,
 ResNet-50 on the GPU in process and over HTTP against offline, and `serving_overhead.py` on two
@@ -55,10 +56,21 @@ import triton_side  # noqa: E402
 
 PENSTOCK, TRITON = "penstock", "triton"
 IDENTITY = ROOT / "benchmarks" / "rivals" / "apps" / "triton_identity.py"
+# Triton's stub looks at no PYTHONPATH. With numpy 2 its tensors are empty.
+FIND_NUMPY = """import os, sys
+
+sys.path[:0] = os.environ["BESIDE_TRITON_PACKAGES"].split(os.pathsep)
+import numpy
+
+assert numpy.__version__ < "2", f"numpy {numpy.__version__}; Triton's stub needs one before 2.0"
+"""
 NUM_SHARDS = (1, 2, 4, 8)
 CONNECTIONS = 128
 # Instances of Triton's Python backend that are tried.
 TRITON_INSTANCES = (1, 2, 4, 8)
+H2_LOAD = ROOT / "benchmarks" / "overhead" / "h2_load.py"
+# Connections of each generator of gRPC calls; calls share them.
+CONNECTIONS_EACH = 4
 START_S = 120.0
 WARM_UP_S = 5
 RESNET_S = 600.0
@@ -336,7 +348,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(root: Path, point: Point, side: Side, args: argparse.Namespace) -> Figures:
-    with served(root, side, point, args) as server, tempfile.TemporaryDirectory() as folder:
+    generate = call if point.scheme == "grpc" else request
+    with served(root, side, point, args) as server:
+        before = (cpu_seconds(server.http), num_answers(server.http, point.model))
+        figures = generate(server, point, side, args)
+        after = (cpu_seconds(server.http), num_answers(server.http, point.model))
+    # With the warm-up, which is the same work.
+    num_answered = max(1, after[1] - before[1])
+    roles = after[0] if side.name == PENSTOCK else {}
+    used = {role: (roles[role] - before[0].get(role, 0.0)) / num_answered * 1e6 for role in roles}
+    return replace(figures, cpu_us=used)
+
+
+def request(server: Address, point: Point, side: Side, args: argparse.Namespace) -> Figures:
+    """Send requests over HTTP with `penstock bench`."""
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
         command = [sys.executable, "-m", "penstock", "bench", server.of(point)]
         command += ["--json", str(path), "--duration", f"{args.duration}s"]
@@ -344,25 +370,44 @@ def measure(root: Path, point: Point, side: Side, args: argparse.Namespace) -> F
         command += ["--concurrency", str(connections), "--processes", str(args.generators)]
         # Until as many shards accept as the load needs.
         warm_up_s = WARM_UP_S if side.number > 1 else 2
-        command += ["--precision", "0", "--warm-up", f"{warm_up_s}s"]
-        command += ["--tensors", point.tensors] if point.scheme == "http" else []
-        is_ours = side.name == PENSTOCK
-        before = (cpu_seconds(server.http), num_answers(server.http, point.model))
+        command += ["--precision", "0", "--warm-up", f"{warm_up_s}s", "--tensors", point.tensors]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        after = (cpu_seconds(server.http), num_answers(server.http, point.model))
         if done.returncode:
             raise BenchFailed(f"bench failed: {(done.stdout + done.stderr)[-500:]}")
         (level,) = json.loads(path.read_text())["levels"]
     summary = level["summary"]
-    # With the warm-up, which is the same work.
-    num_answered = max(1, after[1] - before[1])
-    roles = after[0] if is_ours else {}
+    latencies = summary["latency_ms"]
+    p50_ms, p99_ms = (latencies[name]["value"] for name in ("p50", "p99"))
+    return Figures(summary["throughput_per_s"]["value"], p50_ms, p99_ms, summary["num_failed"], {})
+
+
+def call(server: Address, point: Point, side: Side, args: argparse.Namespace) -> Figures:
+    """Call over gRPC with `overhead/h2_load.py`: grpcio's client takes more CPU time than the
+    servers. The p99 is the highest of the generators'."""
+    calls = max(1, args.connections // (args.generators * CONNECTIONS_EACH))
+    command = [sys.executable, str(H2_LOAD), str(server.grpc), point.model, "INPUT0"]
+    command += [str(args.duration), str(CONNECTIONS_EACH), str(calls)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    pipe = subprocess.PIPE
+    generators = [
+        subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=pipe)
+        for _ in range(args.generators)
+    ]
+    try:
+        if any(each.stdout.readline() != "warm\n" for each in generators if each.stdout):
+            raise BenchFailed("a generator could not connect")
+        for each in generators:
+            print(file=each.stdin, flush=True)
+        told = [json.loads(each.stdout.readline()) for each in generators if each.stdout]
+    finally:
+        for each in generators:
+            each.communicate()
     return Figures(
-        summary["throughput_per_s"]["value"],
-        summary["latency_ms"]["p50"]["value"],
-        summary["latency_ms"]["p99"]["value"],
-        summary["num_failed"],
-        {role: (roles[role] - before[0].get(role, 0.0)) / num_answered * 1e6 for role in roles},
+        sum(each["num_calls"] / each["seconds"] for each in told),
+        statistics.median(each["p50_ms"] for each in told),
+        max(each["p99_ms"] for each in told),
+        sum(each["num_failed"] for each in told),
+        {},
     )
 
 
@@ -401,7 +446,9 @@ def served(root: Path, side: Side, point: Point, args: argparse.Namespace) -> It
         is_grpc = point.scheme == "grpc"
         command += [f"--grpc-port={address.grpc}" if is_grpc else "--no-grpc"]
         command += [f"--http-port={address.http}", f"--shards={side.number}"]
-        command += ["--log-level=WARNING", "--drain-s=1", f"--shard-accept={args.shard_accept}"]
+        # The generator of calls does not reconnect to another shard.
+        accept = "all" if is_grpc else args.shard_accept
+        command += ["--log-level=WARNING", "--drain-s=1", f"--shard-accept={accept}"]
         server = triton_side.Server(PENSTOCK, command, address.http, root / "penstock.log")
     with server:
         server.wait_until_ready(START_S)
@@ -417,7 +464,7 @@ def write_models(repository: Path, side: Side) -> None:
         text = MODEL.format(name=name, dims=dims, instances=instances, backend=backend)
         (version.parent / "config.pbtxt").write_text(text)
         if is_triton:
-            shutil.copy(IDENTITY, version / "model.py")
+            (version / "model.py").write_text(FIND_NUMPY + IDENTITY.read_text())
 
 
 def table_of(

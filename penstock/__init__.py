@@ -5,6 +5,7 @@ Importing is light: each function imports what it needs when it is called.
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from penstock.api import keywords
+    from penstock.api import repo as repo
+    from penstock.api.asgi import AsgiApp
     from penstock.api.bench import BenchResult
+    from penstock.api.capacity import CapacityResult
     from penstock.api.client import Client as Client
     from penstock.api.explain import ExplainResult
     from penstock.api.inspect import InspectResult
@@ -29,13 +33,16 @@ __all__ = [
     "Client",
     "Tensor",
     "__version__",
+    "asgi",
     "bench",
+    "capacity",
     "explain",
     "inspect",
     "load",
     "model",
     "optimize",
     "profile",
+    "repo",
     "serve",
 ]
 
@@ -61,6 +68,18 @@ def serve(model: Model, /, **options: Unpack[keywords.ServeKeywords]) -> ServerH
     from penstock.api.server_handle import ServerHandle
 
     return ServerHandle(os.fspath(model), from_keywords(ServeOptions, options))
+
+
+def asgi(model: Model, /, **options: Unpack[keywords.AsgiKeywords]) -> AsgiApp:
+    """Return an ASGI 3 application that serves a model or repository inside another application.
+
+    `host = FastAPI(lifespan=models.lifespan)`, then `host.mount("/models", models)`. Options are
+    those of `penstock serve` that do not concern ports. Models have worker processes."""
+    from penstock.api.asgi import AsgiApp
+    from penstock.api.asgi_options import AsgiOptions
+    from penstock.api.options import from_keywords
+
+    return AsgiApp(os.fspath(model), from_keywords(AsgiOptions, options))
 
 
 def bench(
@@ -109,6 +128,18 @@ def inspect(model: Model) -> InspectResult:
     return run(os.fspath(model))
 
 
+def capacity(model: Model, /, **options: Unpack[keywords.CapacityKeywords]) -> CapacityResult:
+    """Return how many replicas of a model a load needs, from the evidence of its version.
+
+    `penstock.capacity("models/bert", rate="50000/s", failure_domain=8, price=2.5)`. Options are
+    those of `penstock capacity`."""
+    from penstock.api.capacity import capacity as run
+    from penstock.api.capacity_options import CapacityOptions
+    from penstock.api.options import from_keywords
+
+    return run(os.fspath(model), from_keywords(CapacityOptions, options))
+
+
 def explain(model: str, *, url: str = "", version: str = "", api_key: str = "") -> ExplainResult:
     """Ask a running server why a model's batches are as they are.
 
@@ -123,4 +154,6 @@ def __getattr__(name: str) -> Any:
         from penstock.api.client import Client
 
         return Client
+    if name == "repo":
+        return importlib.import_module("penstock.api.repo")
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

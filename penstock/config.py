@@ -131,6 +131,24 @@ class MemoryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """Limits of the number of instances, which follows the load if they differ."""
+
+    # None: the number of `instance_group`, which is also the number at the start. Set `min` to 0
+    # for models that are rarely used: without requests, none of their processes run.
+    min_instances: int | None = None
+    max_instances: int | None = None
+    # An instance is stopped when the load has allowed it for this long. Raise it if loading is
+    # expensive, or if the load returns within minutes.
+    scale_down_s: float = 20.0
+    # With `min_instances` 0, the last one is stopped after this long without a request.
+    scale_to_zero_s: float = 300.0
+    # How long a request may wait for the first instance. If loading takes longer, requests are
+    # refused at once, while it loads. Set it below your clients' own time-out.
+    cold_start_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class PadAxis:
     """An axis of an input, counted without the batch, that may be padded with `value`."""
 
@@ -199,6 +217,19 @@ class Warmup:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordPolicy:
+    """How requests and answers of a model are recorded, if the server has a folder for them."""
+
+    # Size of the ring of files; 0: the model is not recorded. Raise it to keep a longer time.
+    max_bytes: int = 64 * 10**6
+    # Share of the requests, 0 to 1. Raise it for models with few requests.
+    share: float = 0.01
+    # Names of tensors, or datatypes, whose values are not written; "id" and "parameters" are those
+    # of the request. Set it wherever values identify people.
+    redact: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, fully resolved, as `penstock inspect` prints it."""
 
@@ -219,6 +250,7 @@ class ModelConfig:
     spread: tuple[str, ...] = ()
     # A model that a GPU's engine cannot read runs on the CPU instead: no kind is given.
     is_gpu_optional: bool = False
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) counts as a hang.
     hang_s: float = DEFAULT_HANG_S
@@ -227,6 +259,9 @@ class ModelConfig:
     # Private memory of one worker: heap, stacks and anonymous mappings, not shared memory or mapped
     # files. Set it to protect the machine's memory from a model; None: no limit.
     memory_bytes: int | None = None
+    # Cores that all instances share, where another program divides the machine, such as Ray; None:
+    # those that the process may use.
+    num_cores: int | None = None
     # Additional environment variables for the model's code; NAME or PREFIX_*.
     env: tuple[str, ...] = ()
     padding: Padding | None = None
@@ -245,6 +280,8 @@ class ModelConfig:
     is_slo_from_evidence: bool = False
     # The SLO of the evidence and its outcome if it was not kept: then it is not enforced.
     unkept_slo: str = ""
+    # Price of the machine per hour, from the version's evidence; None: it has none.
+    price_per_hour: float | None = field(default=None, compare=False)
     # GPU memory of one instance, for the plan at start. Set it if the plan's own estimate is far
     # off; None: from the version's evidence, or estimated.
     gpu_memory_bytes: int | None = None
@@ -254,6 +291,8 @@ class ModelConfig:
     metric_tags: Mapping[str, str] = field(default_factory=dict)
     # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
+    # None: not configured; a server that has a folder for recordings records by the defaults.
+    record: RecordPolicy | None = None
     # config.pbtxt as read, for `/config`; and the fields in it without effect.
     written: str = field(default="", compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -358,10 +397,15 @@ class ModelConfig:
         return self.spread or (self.device,) * self.num_instances
 
     @property
+    def shares_workers(self) -> bool:
+        """Whether instances on one GPU share a worker, and with it the weights: if the backend
+        starts batches ahead."""
+        return self.engine in AHEAD and (self.decodes_on_gpu or not self.is_processed)
+
+    @property
     def workers(self) -> tuple[tuple[str, int], ...]:
-        """The device and number of instances of each worker. Instances on one GPU share a worker,
-        and with it the weights, if the backend starts batches ahead."""
-        is_shared = self.engine in AHEAD and (self.decodes_on_gpu or not self.is_processed)
+        """The device and number of instances of each worker that is started first."""
+        is_shared = self.shares_workers
         found: list[tuple[str, int]] = []
         for device in self.devices:
             if device == CPU or not is_shared:
@@ -370,10 +414,39 @@ class ModelConfig:
                 found.append((device, self.devices.count(device)))
         return tuple(found)
 
+    @property
+    def min_instances(self) -> int:
+        least = self.scaling.min_instances
+        return self.num_instances if least is None else least
+
+    @property
+    def max_instances(self) -> int:
+        most = self.scaling.max_instances
+        return self.num_instances if most is None else most
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the number of instances follows the load."""
+        return self.min_instances < self.max_instances
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """The device and number of instances of each worker that there can be: those of `workers`,
+        then those that may be added. A worker that instances share is never added: it has them
+        all."""
+        workers = self.workers
+        if self.uses_gpu and self.shares_workers:
+            return workers
+        devices = self.devices
+        num_more = max(0, self.max_instances - len(workers))
+        return workers + tuple((devices[i % len(devices)], 1) for i in range(num_more))
+
     def of_worker(self, device: str, num_slots: int) -> ModelConfig:
-        """Return the configuration of one worker: its device and, on a GPU, its own instances."""
-        num_instances = self.num_instances if device == CPU else num_slots
-        return replace(self, device=device, spread=(), num_instances=num_instances)
+        """Return the configuration of one worker: its device and, on a GPU, its own instances. On a
+        CPU, it has the share of the cores that is left when all instances run."""
+        count = self.max_instances if device == CPU else num_slots
+        fixed = ScalingConfig()
+        return replace(self, device=device, spread=(), num_instances=count, scaling=fixed)
 
     @property
     def engine(self) -> str:

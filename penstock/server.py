@@ -25,6 +25,10 @@ from penstock.errors import CommandLineError, ConfigError
 from penstock.llm.engine_supervisor import EngineLife
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.sharded_text import ShardedText
+from penstock.operate.monitor import Monitor
+from penstock.operate.rollout_records import scrape
+from penstock.operate.rollouts import Rollouts
+from penstock.operate.version_actions import VersionActions
 from penstock.processes.child import limited
 from penstock.protocols import access_log
 from penstock.protocols.acceptors import Acceptors
@@ -34,7 +38,7 @@ from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.handler_tasks import MetricsHttp
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.infer_grpc import InferRpcs
-from penstock.protocols.key_file import KeyFile
+from penstock.protocols.key_file import KeyFile, watch_keys
 from penstock.protocols.line import cannot_listen, reserve, why_not_listen
 from penstock.protocols.listener import BACKLOG, Listener
 from penstock.protocols.openai_http import OpenAiHttp
@@ -55,17 +59,16 @@ from penstock.serving.served import Served
 from penstock.serving.shard_count import ShardChoice, choose
 from penstock.serving.shards import Shards
 from penstock.serving.shared_page import NUM_KEYS
-from penstock.system import garbage
+from penstock.system import garbage, service_manager
 from penstock.system.cores import usable_cores
 from penstock.system.exit_codes import ExitCode
+from penstock.system.service_manager import ServiceManager
 from penstock.wire.frames import VERSION, OpenShard
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
 
 PROGRESS_S = 1.0
-# Interval between checks of files that may change while the server runs.
-WATCH_S = 1.0
 # Requests on the metrics port need no body.
 METRICS_BODY_BYTES = 1 << 16
 
@@ -126,22 +129,18 @@ class Server:
         self._watching: list[asyncio.Task[None]] = []
         self.lifecycle = Lifecycle(is_loading=True)
         self._processes: list[ShardProcess] = []
-        self.management = ManagementApi(
-            self.catalog,
-            Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
-            self.lifecycle,
-            options.id,
-            tells_reasons=gate.keys is None,
-            shards=self._shard_uses,
-        )
+        self.management = self._make_management(path)
+        self.monitor = Monitor(self.catalog, self.management.usage.gpus, options.price)
+        self.management.families.append(self.monitor.families)
         self.catalog.regions.is_allowed = options.shared_memory
-        self.management.describe_shards = self._describe_shards
         if options.log_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
         is_logged = options.log_requests
         openai = OpenAiHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
-        pages = Pages(self.management, gate).handlers()
+        self._pages = Pages(self.management, gate, self.monitor)
+        self._pages.sampler.rollouts = self.rollouts.states
+        pages = self._pages.handlers()
         models = Models(self.management, is_logged, openai.handle, generate.handle, gate, pages)
         self.v2 = V2Http(models, options.limits, gate, options.log_requests)
         v2, limits = self.v2, options.limits
@@ -150,11 +149,8 @@ class Server:
         )
         self.http_port = options.http_port
         self._metrics = MetricsHttp(gate, self.management)
-        self._metrics_http: HttpServer | None = None
         self.metrics_port = options.open_metrics_port
-        if options.open_metrics_port is not None:
-            limits = replace(options.limits, max_body_bytes=METRICS_BODY_BYTES)
-            self._metrics_http = HttpServer(self._metrics.handle, limits)
+        self._metrics_http = self._make_metrics_http()
         self._core = CoreApi(self.management, self.v2.handle, gate, shards)
         # Listeners of the shards.
         self._reserved: list[socket.socket] = []
@@ -166,11 +162,35 @@ class Server:
             methods = self.grpc_service.methods()
             self.grpc = GrpcServer(methods, options.grpc_config, gate, options.limits)
 
+    def _make_management(self, path: str) -> ManagementApi:
+        options, gate = self._options, self._gate
+        made = ManagementApi(
+            self.catalog,
+            Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
+            self.lifecycle,
+            options.id,
+            tells_reasons=gate.keys is None,
+            shards=self._shard_uses,
+        )
+        made.describe_shards = self._describe_shards
+        self.rollouts = rollouts = Rollouts(self.catalog, made.control)
+        made.families.append(lambda: scrape(rollouts.states().values()))
+        made.add(VersionActions(made, gate.name_of, rollouts).answers)
+        return made
+
+    def _make_metrics_http(self) -> HttpServer | None:
+        if self.metrics_port is None:
+            return None
+        limits = replace(self._options.limits, max_body_bytes=METRICS_BODY_BYTES)
+        return HttpServer(self._metrics.handle, limits)
+
     async def start(
         self, found: RepositoryScan, on_progress: Callable[[LoadProgress], None]
     ) -> None:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
+        if self._options.record:
+            self.catalog.recorders.claim(Path(self._options.record).resolve())
         self.catalog.announce(found)
         await self._open_http()
         if self.grpc is not None and self.grpc_port is not None:
@@ -181,7 +201,9 @@ class Server:
             metrics = self._metrics_http
             self._watchdog.cover(metrics.listeners, lambda: metrics.tls)
         if self._key_file is not None:
-            self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
+            check = partial(check_quotas, options=self._options)
+            watching = watch_keys(self._key_file, check, self._use_keys)
+            self._watching.append(asyncio.create_task(watching))
         if self._tls is not None:
             servers: list[Listener] = [self.http] if self._answers_http else []
             if self._metrics_http is not None:
@@ -189,8 +211,10 @@ class Server:
             self._watching.append(asyncio.create_task(watch(self._tls, servers)))
         if self._grpc_tls is not None and self.grpc is not None:
             self._watching.append(asyncio.create_task(watch(self._grpc_tls, [self.grpc])))
+        self._watching.append(asyncio.create_task(self.rollouts.run()))
         log.info("%s", self.shard_choice, extra={"shards": self.shard_choice.number})
         await asyncio.to_thread(self.management.usage.begin)
+        await self.rollouts.recover()
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
         telling = asyncio.ensure_future(self._tell(found, on_progress))
@@ -210,9 +234,9 @@ class Server:
             self._watching.append(asyncio.create_task(reloader.run()))
 
     async def _open_http(self) -> None:
+        self._watching.append(asyncio.create_task(self.monitor.run()))
         if self._shards is not None:
             self._add_shards()
-            self._watching.append(asyncio.create_task(self._shards.read_often()))
             self._watching.append(asyncio.create_task(self._steer(self._shards).run()))
         else:
             self.http_port = await self._listen(self.http, self._options.http_port, "HTTP")
@@ -285,6 +309,10 @@ class Server:
             await self.catalog.close()
         for task in self._watching:
             task.cancel()
+        await self.rollouts.close()
+        if self._shards is not None:
+            # Shards that end now are not lost, and their listeners are closed.
+            self._shards.on_lost = lambda: None
         # Before shards settle: connections to these listeners would not be accepted any more.
         for sock in self._reserved:
             sock.close()
@@ -316,24 +344,12 @@ class Server:
             await self.grpc.close()
         await self.grpc_service.close()
 
-    async def _watch_keys(self, key_file: KeyFile) -> None:
-        """Reload the key file when it changes; if it cannot be read, keep the current keys."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            try:
-                keys = await asyncio.to_thread(key_file.read_if_changed)
-                if keys is not None:
-                    check_quotas(keys, self._options)
-            except ConfigError as error:
-                log.error("the API keys stay as they are: %s", error)
-                continue
-            if keys is not None:
-                self._gate.keys = keys
-                self.catalog.quotas.replace(keys.quotas)
-                self.http.forget_heads()
-                for process in self._processes:
-                    process.set_keys(self._gate)
-                log.info("API keys reloaded: %d", len(keys.scopes))
+    def _use_keys(self, keys: Keys) -> None:
+        self._gate.keys = keys
+        self.catalog.quotas.replace(keys.quotas)
+        self.http.forget_heads()
+        for process in self._processes:
+            process.set_keys(self._gate)
 
     async def _tell(
         self, found: RepositoryScan, on_progress: Callable[[LoadProgress], None]
@@ -381,6 +397,8 @@ class Server:
                 tls=options.tls,
                 grpc=options.grpc_config,
                 allows_regions=options.shared_memory,
+                record_folder=str(self.catalog.recorders.folder or ""),
+                num_shards=self.shard_choice.number,
             )
             spec = shard_spec(opening, listeners, self._gate)
             self._processes.append(ShardProcess(self._core, spec))
@@ -537,15 +555,20 @@ async def serve(
         received.append(number)
         server.stop()
 
-    watchdog = Watchdog(options.drain_s, asked_to_stop)
+    manager = ServiceManager()
+    alive = partial(manager.tell, service_manager.ALIVE)
+    watchdog = Watchdog(options.drain_s, asked_to_stop, on_alive=alive)
     server = Server(options, path, watchdog, choice)
     watchdog.start()
     try:
         await server.start(found, on_progress)
         if not server.lifecycle.is_draining:
             on_start(server)
+            manager.tell(service_manager.READY)
         await server.run_until_stopped()
     finally:
+        manager.tell(service_manager.STOPPING)
         await server.close()
         watchdog.stop()
+        manager.close()
     return received[0]

@@ -43,6 +43,10 @@ FORMS = dict.fromkeys(STATISTICS, ("<", "p99 [metric] < 20ms")) | {
     "memory": ("<=", "memory <= 2GiB"),
 }
 PER_SECOND = r"/\s*s"
+# Metrics of a whole request. Intervals between tokens (itl) are not: a request has many.
+REQUEST_METRICS = ("latency", "ttft", "tpot")
+# An objective of 100 % leaves no error budget, which nothing could be compared with.
+MAX_SHARE = 0.99999
 
 Outcome = Literal["kept", "missed", "not measured"]
 
@@ -118,6 +122,16 @@ Term = Latency | Throughput | Goodput | Cost | Memory
 
 
 @dataclass(frozen=True, slots=True)
+class Objective:
+    """The share of requests that must keep a limit on `metric`: 0.99 for `p99 < 20ms`. Without a
+    limit, infinite, they must be answered."""
+
+    metric: str
+    share: float
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rate:
     """The load at which the terms must hold. `cv`: coefficient of variation of gamma arrivals."""
 
@@ -145,15 +159,39 @@ class Slo:
     @property
     def limits_s(self) -> dict[str, float]:
         """Limit of one request by metric: the tightest tail, or else mean or median."""
+        return {metric: term.limit_s for metric, term in self._tightest.items()}
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """The objectives whose error budget can burn, one for each metric of a request. A goodput
+        term is the share for all of them; a mean has no share."""
+        goodput = [term.limit / 100 for term in self.terms if isinstance(term, Goodput)]
+        found = []
+        for metric in REQUEST_METRICS:
+            term = self._tightest.get(metric)
+            if term is not None and (goodput or term.statistic != "mean"):
+                share = goodput[0] if goodput else round(float(term.statistic[1:]) / 100, 6)
+                found.append(Objective(metric, min(share, MAX_SHARE), term.limit_s))
+        if goodput and not found:
+            found.append(Objective("latency", min(goodput[0], MAX_SHARE), math.inf))
+        return tuple(found)
+
+    @property
+    def _tightest(self) -> dict[str, Latency]:
         terms = [term for term in self.terms if isinstance(term, Latency)]
-        found: dict[str, float] = {}
+        found: dict[str, Latency] = {}
         for term in sorted(terms, key=lambda term: (not term.is_tail, term.limit_s)):
-            found.setdefault(term.metric, term.limit_s)
+            found.setdefault(term.metric, term)
         return found
 
     def __str__(self) -> str:
         text = ", ".join(map(str, self.terms))
         return text if self.rate is None else f"{text} at {self.rate}"
+
+
+def cost_per_million(rate: float, price_per_hour: float) -> float:
+    """Return the cost of a million answers at this rate; infinite at rate 0."""
+    return price_per_hour / 3600 * 1e6 / rate if rate else math.inf
 
 
 def parse(text: str) -> Slo:

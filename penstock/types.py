@@ -222,6 +222,8 @@ class Request:
     )  # fmt: skip
     # Set by the model that admits the request.
     ticket: Ticket
+    # No client waits for a mirror (`serving.traffic_split`).
+    is_mirror = False
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, condition: str) -> Any:
+    def wait(self, condition: str, timeout_ms: int = TIMEOUT_MS) -> Any:
         """The value of an expression as soon as it is true; also across a navigation."""
         script = (
             "new Promise((resolve, reject) => { const end = Date.now() + %d; const look = () => {"
@@ -78,7 +78,7 @@ class Tab:
             " if (found) resolve(found); else if (Date.now() > end) reject(Error('never true'));"
             " else setTimeout(look, 20); }; look(); })"
         )
-        return self.run(script % (TIMEOUT_MS, condition))
+        return self.run(script % (timeout_ms, condition))
 
     def choose_file(self, selector: str, path: Path) -> None:
         root = self.call("DOM.getDocument")["root"]["nodeId"]

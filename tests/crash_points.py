@@ -1,8 +1,8 @@
-"""Commits and promotions that end in the middle: killed, or failed by the disk, before each single
-thing they do to the file system, and at random moments. `test_versions` runs this as a script, a
-process without threads, because it forks; it prints what it found as JSON.
+"""Commits, promotions and removals that end in the middle: killed, or failed by the disk, before
+each single thing they do to the file system, and at random moments. `test_versions` runs this as a
+script, a process without threads, because it forks; it prints what it found as JSON.
 
-    python crash_points.py FOLDER (each|fail|random) (new|next|promote) ROUNDS
+    python crash_points.py FOLDER (each|fail|random) (new|next|promote|remove) ROUNDS
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.errors import PenstockError
-from penstock.repository import layout, manifest, versions
+from penstock.errors import ConfigError, PenstockError
+from penstock.repository import history, layout, manifest, versions
 from penstock.types import TensorSpec
 
 # Where Python announces what it is about to do; fsync is announced by `announce_fsync`.
@@ -61,14 +61,17 @@ class Repository:
         """As it was before the first round."""
         for path in (self.root / NAME, *self.root.glob(".staging-*")):
             shutil.rmtree(path, ignore_errors=True)
-        for _ in range({"new": 0, "next": 1, "promote": 2}[self.kind]):
+        for _ in range({"new": 0, "next": 1, "promote": 2, "remove": 2}[self.kind]):
             versions.commit(self.root, NAME, self.source, CONFIG)
-        if self.kind == "promote":
+        if self.kind in ("promote", "remove"):
             versions.promote(self.root, NAME, "2")
 
     def act(self) -> None:
         if self.kind == "promote":
             versions.promote(self.root, NAME, "1")
+        elif self.kind == "remove":
+            with contextlib.suppress(ConfigError):  # Done already, by the round before.
+                versions.remove(self.root, NAME, "1", history.Cause(history.PRUNED))
         else:
             versions.commit(self.root, NAME, self.source, CONFIG, {"slo": "p99 < 20ms"})
 
@@ -85,13 +88,14 @@ class Repository:
             "new": (["1"], []),
             "next": (["1", "2"], ["1"]),
             "promote": (["1", "2"], ["1", "2"]),
+            "remove": (["2"], ["1", "2"]),
         }[self.kind]
+        if folder.exists():
+            assert history.unreadable_lines(folder) == []
         if self.kind == "promote":
             assert there == done
             policy = layout.read_message(folder).version_policy.specific
             assert list(policy.versions) in ([1], [2])
-            for line in (folder / versions.HISTORY).read_text().splitlines():
-                json.loads(line)
             return served[NAME] == "1"
         assert there in (done, todo)
         assert served.get(NAME) == (there[-1] if there else None)

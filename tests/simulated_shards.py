@@ -357,6 +357,11 @@ class SimulatedWorker:
         now = simulation.now
         simulation.page.show_batch(MODEL, slot, now, batch.ends_at, batch.num_rows)
         started = {offer.frame for offer in batch.offers}
+        for offer in batch.offers:
+            if offer.round:
+                # Workers tell when what they claimed starts.
+                assert isinstance(offer.frame, Part)
+                offer.frame.started = max(offer.frame.started, batch.began)
         self._waiting = [part for part in self._waiting if part not in started]
         duration_s = simulation.load.duration_of(batch.num_tokens or batch.num_rows)
         simulation.at(now + duration_s, lambda: self._end(batch, slot))

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from made_recordings import digits, write_recording
 
 from penstock.api.bench_options import BenchOptions
 from penstock.api.bench_plan import APPLIES, KINDS, make_plans
@@ -73,6 +74,17 @@ def problems(*arguments: str) -> str:
 )
 def test_loads(arguments: list[str], loads: tuple[object, ...]) -> None:
     assert plan(*arguments).loads == loads
+
+
+def test_a_recording_is_replayed_to_its_end(tmp_path: Path) -> None:
+    folder = write_recording(tmp_path, digits(3), digits(3), times=[0, 1, 4])
+    made = plan("--replay", str(folder), "--speed", "2")
+    (load,) = made.loads
+    assert load == Replay(pytest.approx((0.0, 1.0, 4.0)), 2.0, "m", "replay")
+    assert made.duration_s is None and made.inputs.num_replayed == 3
+    assert made.inputs.path == str(folder) and made.target.reads_answers
+    without = plan("--replay", str(write_recording(tmp_path / "b", digits(3))))
+    assert not without.target.reads_answers
 
 
 def test_a_trace_is_replayed_to_its_end(tmp_path: Path) -> None:
@@ -146,12 +158,18 @@ def test_seeds_differ_unless_given() -> None:
             "--arrivals has no effect with",
         ),
         (["--rate-scale", "3"], "--rate-scale needs --trace"),
+        (["--speed", "3"], "--speed needs --replay"),
+        (["--replay", "no/such"], "--replay: no/such: there is no such recording"),
+        (["--replay", "no/such", "--rate", "3"], "--rate and --replay contradict each other"),
+        (["--replay", "no/such", "--data", "x.npz"], "--data has no effect: --replay has its own"),
+        (["--replay", "no/such", "-b", "8"], "--batch-size has no effect"),
         (["--trace", "no/such.csv"], "--trace: no/such.csv"),
         (["--lengths", "uniform:9"], "--lengths"),
         (["--header", "nocolon"], "--header 'nocolon': expected 'Name: value'"),
         (["--method", "PUT"], "--method applies to plain URLs; MODEL is v2 over HTTP"),
         (["--api", "chat"], "--api applies to OpenAI servers, a language model in this process;"),
         (["--body", "{}", "--tensors", "json"], "--tensors applies to v2 over HTTP; MODEL is"),
+        (["--shared-memory", "--tensors", "json"], "--shared-memory and --tensors json contradict"),
         (["--tolerance", "3"], "--tolerance needs --baseline"),
         (["--arrivals", "constant"], "--arrivals applies to --rate, --ramp, --steps, --max-rate"),
         (["--data-name", "x"], "--data-name needs --data"),
@@ -174,6 +192,8 @@ TARGETS = {
 }
 VALUES = {
     "tensors": "binary",
+    # A switch.
+    "shared_memory": "",
     "model": "m",
     "version": "1",
     "api": "chat",
@@ -186,13 +206,13 @@ VALUES = {
     "timeout": "5s",
 }
 # Fields without a flag, or given by the argument.
-NO_FLAG = {"address", "timing_every"}
+NO_FLAG = {"address", "timing_every", "reads_answers"}
 
 
 def refused(kind: str, name: str) -> list[str]:
     """Problems with this flag for a target of this kind."""
     flag = f"--{name.replace('_', '-')}"
-    model, options, _ = parse(*TARGETS[kind], flag, VALUES[name])
+    model, options, _ = parse(*TARGETS[kind], flag, *filter(None, [VALUES[name]]))
     try:
         make_plans(model, options)
     except CommandLineError as error:

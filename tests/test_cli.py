@@ -292,6 +292,22 @@ def test_unknown_log_level_is_an_error_in_words(examples: Path) -> None:
     assert "PENSTOCK_LOG" in ended.stderr
 
 
+# capacity
+
+
+def test_capacity_plans_and_writes_json_and_nothing_else(examples: Path) -> None:
+    load = ("--rate", "9000/s", "--replica-rate", "1000/s", "--price", "2")
+    ended = call_penstock("capacity", examples / "digits", *load)
+    assert ended.code == 0
+    assert "10, with 10% headroom" in ended.stdout and "20.0 per hour" in ended.stdout
+    ended = call_penstock("capacity", examples / "digits", *load, "--json", "-")
+    figures = json.loads(ended.stdout)
+    assert figures["replicas"] == 10 and figures["utilisation"] == 0.9
+    ended = call_penstock("capacity", examples / "digits", "--rate", "9000/s")
+    assert ended.code == 1 and "give it as --replica-rate" in ended.stderr
+    assert call_penstock("capacity", examples / "digits").code == 64
+
+
 # inspect
 
 

@@ -24,20 +24,26 @@ WITH_FILES = [name for name in COMMANDS if name != "completion"]
 WRONG_VALUES = {
     "completion": [["tcsh"], []],
     "bench": [["http://h/v2/models/m", "--slo", "p98 < 1ms"], ["http://h/", "--rate", "fast"]],
+    "capacity": [["m"], ["m", "--rate", "many"], ["m", "--rate", "5/s", "--headroom", "100"]],
     "explain": [["m", "--url", "nowhere"], ["m", "--watch", "--json"]],
+    "export": [["nomad"], ["kubernetes", "m", "--gpus", "many"], ["kserve"]],
     "inspect": [["a", "b"]],
     "optimize": [["m.onnx", "--slo", "soon", "--out", "o"], ["m.onnx", "--seed", "many"], []],
     "profile": [["m", "--runs", "1"], ["m", "--html", "x", "--json", "x"]],
+    "repo": [["lst"], ["prune", "r", "m", "--keep", "0"], ["promote", "r", "m", "1", "--shadow"]],
     "report": [[], ["a.json", "--html"]],
     "serve": [["m", "--http-port", "99999"], ["m", "--load-model", "x"], ["m", "--host", "::"]],
 }
 # Files, models and servers that are not there.
 FAILURES = {
     "bench": ["no/such/model"],
+    "capacity": ["no/such", "--rate", "5/s"],
     "explain": ["m", "--url", "http://127.0.0.1:1"],
+    "export": ["kubernetes", "no/such"],
     "inspect": ["no/such"],
     "optimize": ["no.onnx", "--slo", "p99 < 1s", "--out", "models"],
     "profile": ["no/such"],
+    "repo": ["list", "no/such"],
     "report": ["no.json"],
     "serve": ["no/such"],
 }
@@ -178,9 +184,12 @@ main()
 """
 READING = {
     "bench": ["."],
+    "capacity": [".", "--rate", "5/s"],
+    "export": ["kubernetes", "."],
     "inspect": ["."],
     "optimize": ["--plan", "plan.toml"],
     "profile": ["."],
+    "repo": ["list", "."],
     "report": ["run.json"],
     "serve": ["."],
 }

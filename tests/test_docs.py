@@ -125,6 +125,11 @@ def check_arguments(arguments: list[str]) -> None:
     command = main.get_command(group, arguments[0])
     assert command, f"there is no command {arguments[0]}"
     context = click.Context(command, group, info_name=arguments[0])
+    while isinstance(command, click.Group):
+        arguments = arguments[1:]
+        command = command.get_command(context, arguments[0])
+        assert command, f"there is no command {arguments[0]}"
+        context = click.Context(command, context, info_name=arguments[0])
     values, rest, _ = command.make_parser(context).parse_args(list(arguments[1:]))
     assert not rest, f"{rest} is left over"
     for parameter in command.get_params(context):
@@ -143,6 +148,7 @@ def test_commands_parse(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [["serve", "models", "--no-such-flag"], ["bench"], ["serve", "a", "b"], ["no-such-command"]]
+    + [["repo", "promote", "models", "m"], ["repo", "no-such"], ["repo", "list", "--keep", "1"]]
     + [["serve", "models", "--http-port", "many"]],
 )
 def test_a_wrong_command_is_found(wrong: list[str]) -> None:

@@ -1,5 +1,7 @@
 """The SLO grammar: what it says, what it refuses and why, and that it reads what it writes."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from penstock.slo import (
     Goodput,
     Latency,
     Memory,
+    Objective,
     Rate,
     Slo,
     Throughput,
@@ -107,6 +110,26 @@ def test_the_latency_of_one_request_is_the_tightest_tail():
     assert parse("p50 < 1ms, p99 < 20ms, p90 < 15ms").latency_s == 0.015
     assert parse("p50 < 1ms, mean < 2ms").latency_s == 0.001
     assert parse("p99 ttft < 1ms, throughput >= 1/s").latency_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "objectives"),
+    [
+        ("p99 < 20ms", [("latency", 0.99, 0.02)]),
+        ("p99.9 < 20ms", [("latency", 0.999, 0.02)]),
+        ("p50 < 1ms, p99 < 20ms, p90 < 15ms", [("latency", 0.9, 0.015)]),
+        ("p95 tpot < 30ms, p99 ttft < 1s", [("ttft", 0.99, 1.0), ("tpot", 0.95, 0.03)]),
+        # The share of requests that may fail, be refused or be late is given.
+        ("p99 < 20ms, goodput >= 95 %", [("latency", 0.95, 0.02)]),
+        ("mean ttft < 1s, goodput >= 95 %", [("ttft", 0.95, 1.0)]),
+        ("goodput >= 99 %", [("latency", 0.99, math.inf)]),
+        ("goodput >= 100 %", [("latency", 0.99999, math.inf)]),
+        # No share of requests: the mean, intervals between tokens, anything but latency.
+        ("mean < 20ms, p99 itl < 1ms, throughput >= 5/s, memory <= 1GB", []),
+    ],
+)
+def test_objectives_are_shares_of_requests_within_a_limit(text, objectives):
+    assert parse(text).objectives == tuple(Objective(*each) for each in objectives)
 
 
 positive = st.floats(1e-9, 1e12, allow_nan=False)

@@ -71,6 +71,18 @@ class BenchOptions:
         "Lower it when the trace comes from a larger service than yours; its shape stays.",
         **number(None, "NUMBER", 1e-9, default="1"),
     )
+    replay: str = load_flag(
+        "Replay recorded requests at their times",
+        "A recording of penstock serve --record. Answers are compared with the recorded ones. Use "
+        "it to try a change on real traffic.",
+        metavar="RECORDING",
+    )
+    speed: float | None = load_flag(
+        "Factor for the speed of --replay",
+        "2 sends everything in half the time. Raise it to see how much more of the same traffic a "
+        "server takes, or to make up for the share that was recorded.",
+        **number(None, "NUMBER", 1e-9, default="1"),
+    )
     slo: str = slo_flag(
         "Latency target, e.g. 'p99 < 20 ms at 200/s'",
         "Give it to get a verdict; its rate is the load if no other is given.",
@@ -167,6 +179,13 @@ class BenchOptions:
         "Choose json when your clients send JSON.",
         default="binary",
         choices=("binary", "json"),
+    )
+    shared_memory: bool = server_flag(
+        "Put inputs into memory shared with the server",
+        "v2 over HTTP, with a server on this machine that was started with --shared-memory: "
+        "requests only name their inputs, and the network carries no tensors to the server. Use it "
+        "when your clients do the same, as with perf_analyzer's --shared-memory=system.",
+        value=False,
     )
     api: str = server_flag(
         "OpenAI endpoint to ask",

@@ -20,12 +20,16 @@ from penstock.benchmark.plan import BenchPlan, decides_for
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.kinds import kind_of
 from penstock.data import InputSpec, lengths, traces
+from penstock.data.replays import ReplayPlan, plan_replay
 from penstock.errors import CommandLineError, ConfigError
 from penstock.slo import Rate, Slo
 
 Value = TypeVar("Value")
 SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
-LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
+LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "replay", "find_knee", "max_rate")
+# Loads that have no arrival process, and inputs that a replay has itself.
+WITHOUT_ARRIVALS = ("concurrency", "trace", "replay", "find_knee")
+NOT_REPLAYED = ("data", "data_name", "lengths", "output_lengths", "shared_memory", "body")
 DURATION_S = 10.0
 MAX_CONNECTIONS = 1024
 # Kinds of targets, in words.
@@ -43,6 +47,7 @@ NETWORK = ("v2 HTTP", "v2 gRPC", "OpenAI", "HTTP")
 TEXTS = ("OpenAI", "text in process")
 APPLIES = {
     "tensors": ("v2 HTTP",),
+    "shared_memory": ("v2 HTTP",),
     "model": ("v2 HTTP", "v2 gRPC", "in process", "text in process", "OpenAI"),
     "version": ("v2 HTTP", "v2 gRPC", "in process", "text in process"),
     "api": TEXTS,
@@ -67,8 +72,14 @@ def make_plans(
     slo = reading.parse("slo", slos.parse)
     duration_s = reading.parse("duration", slos.parse_duration)
     inputs = _inputs(reading)
-    loads = _loads(reading, slo, duration_s)
+    replay = reading.parse("replay", plan_replay, is_file=True)
+    if replay is not None:
+        path, count = options.replay, len(replay.trace.times_s)
+        inputs = msgspec.structs.replace(inputs, path=path, num_replayed=count)
+    loads = _loads(reading, slo, duration_s, replay)
     spec = _target(model, reading, loads)
+    if replay is not None and replay.has_answers:
+        spec = msgspec.structs.replace(spec, reads_answers=True)
     question = "knee" if options.find_knee else "max rate" if options.max_rate else ""
     needs_slo = question == "max rate" and not options.slo
     reading.refuse(needs_slo, "--max-rate needs --slo, e.g. --slo 'p99 < 20 ms'")
@@ -79,7 +90,7 @@ def make_plans(
     _check_unused(reading, spec, ambient)
     _check_alone(reading, slo)
     reading.check()
-    is_endless = not options.trace and not options.steps
+    is_endless = not (options.trace or options.steps or options.replay)
     arrivals, cv = _arrivals(options, None if slo is None else slo.rate)
     plan = BenchPlan(
         target=spec,
@@ -176,7 +187,9 @@ def _arrivals(options: BenchOptions, rate: Rate | None) -> tuple[str, float]:
     return arrivals, options.cv or (rate.cv if rate and rate.cv else 1.0)
 
 
-def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
+def _loads(
+    reading: OptionReader, slo: Slo | None, duration_s: float | None, replay: ReplayPlan | None
+) -> tuple[Load, ...]:
     options = reading.options
     given = reading.list_given(*LOADS)
     both = " and ".join(given)
@@ -185,7 +198,7 @@ def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> 
     arrivals, cv = _arrivals(options, rate)
     is_other = options.cv and arrivals != "gamma"
     reading.refuse(is_other, "--cv applies to gamma arrivals; give --arrivals gamma too")
-    if options.arrivals and (closed := reading.list_given("concurrency", "trace", "find_knee")):
+    if options.arrivals and (closed := reading.list_given(*WITHOUT_ARRIVALS)):
         reading.problems.append(f"--arrivals has no effect with {closed[0]}; leave one of them out")
     reading.refuse(options.rate_scale and not options.trace, "--rate-scale needs --trace")
     counts = reading.parse("concurrency", pacer.parse_concurrency) or []
@@ -198,6 +211,9 @@ def _loads(reading: OptionReader, slo: Slo | None, duration_s: float | None) -> 
     loads += [pacer.Open(profile, arrivals, cv) for profile in profiles]
     if trace := reading.parse("trace", lambda text: traces.read_trace(Path(text)), is_file=True):
         loads.append(pacer.Replay(trace.times_s, options.rate_scale or 1.0, trace.name))
+    if replay is not None:
+        times_s, name = replay.trace.times_s, replay.trace.name
+        loads.append(pacer.Replay(times_s, options.speed or 1.0, name, "replay"))
     if not given and rate is not None:
         loads = [pacer.Open(pacer.Flat(rate.per_s), arrivals, cv)]
     return tuple(loads) or (pacer.Closed(1),)
@@ -227,6 +243,14 @@ def _check_alone(reading: OptionReader, slo: Slo | None) -> None:
     """Report options that have no effect without another one."""
     options = reading.options
     reading.refuse(options.data_name and not options.data, "--data-name needs --data")
+    reading.refuse(options.speed and not options.replay, "--speed needs --replay")
+    if options.replay and (own := reading.list_given(*NOT_REPLAYED)):
+        reading.problems.append(f"{own[0]} has no effect: --replay has its own inputs")
+    several = options.replay and options.batch_size != "1"
+    reading.refuse(several, "--batch-size has no effect: --replay has its own rows")
+    is_torn = options.shared_memory and options.tensors == "json"
+    problem = "--shared-memory and --tensors json contradict each other; leave one of them out"
+    reading.refuse(is_torn, problem)
     has_tolerance = options.tolerance is not None
     reading.refuse(has_tolerance and not options.baseline, "--tolerance needs --baseline")
     has_rate = slo is not None and slo.rate is not None
@@ -262,6 +286,7 @@ def _target(address: str, reading: OptionReader, loads: tuple[Load, ...]) -> Tar
         model=options.model,
         version=options.version,
         is_binary=options.tensors != "json",
+        shared_memory=options.shared_memory,
         api=options.api or "chat",
         method=options.method or ("POST" if options.body else "GET"),
         headers=headers,

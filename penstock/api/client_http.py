@@ -27,7 +27,6 @@ ERRORS: Mapping[int, type[PenstockError]] = {
 }
 NOT_READY = ("not ready", "loading", "shutting down", "unloaded")
 MAX_KEPT = 32
-SHARED_MEMORY = "/v2/systemsharedmemory/region"
 
 
 class _Indexed(msgspec.Struct):
@@ -82,11 +81,11 @@ class HttpCalls:
         return _decode(self._ask("GET", "/v2"), _SERVER).extensions
 
     def register(self, name: str, key: str, nbytes: int) -> None:
-        body = msgspec.json.encode({"key": key, "offset": 0, "byte_size": nbytes})
-        self._ask("POST", f"{SHARED_MEMORY}/{quote(name, safe='')}/register", body)
+        body = v2_client.encode_region(key, nbytes)
+        self._ask("POST", v2_client.region_path(name, "register"), body)
 
     def unregister(self, name: str) -> None:
-        self._ask("POST", f"{SHARED_MEMORY}/{quote(name, safe='')}/unregister")
+        self._ask("POST", v2_client.region_path(name, "unregister"))
 
     def infer(
         self,

@@ -1,20 +1,14 @@
 """Tensors of `Client` in memory that it shares with a server on the same machine.
 
 Used when the server is local and says that it takes such memory; a server or key that refuses is
-asked once, and everything goes in the body from then on. The memory is a pool of sealed memfds,
-registered when they are made. They have no name in a file system, so the kernel frees them when the
-last process that has them ends: also if this one is killed, because the server unregisters the
-memfds of processes that have exited. Thread-safe.
+asked once, and everything goes in the body from then on. The memory is a pool of sealed memfds
+(`processes.shared_memfd`), registered when they are made. Thread-safe.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
 import os
-import secrets
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -24,6 +18,7 @@ import numpy as np
 from penstock import errors
 from penstock.api.endpoint import Endpoint
 from penstock.errors import InvalidRequest, PenstockError
+from penstock.processes.shared_memfd import SharedMemfd, aligned, is_local
 from penstock.types import (
     REGION,
     REGION_BYTES,
@@ -34,17 +29,15 @@ from penstock.types import (
     RequestedOutput,
     Tensor,
 )
-from penstock.wire.region_keys import EXTENSION, MemfdKey, memfd_name
+from penstock.wire.region_keys import EXTENSION
 
 # Smaller requests and answers go in the body: below this, that takes no more CPU time.
 MIN_BYTES = 64 << 10
 MIN_BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 32
 MAX_POOL_BYTES = 1 << 30
-ALIGNMENT = 64
 # Output sizes that are remembered, by model and shapes.
 MAX_SIZES = 1024
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # Errors of requests that the server has finished: it uses their memory no more.
 FINISHED = (
     InvalidRequest,
@@ -81,22 +74,19 @@ class SharedBlock:
 
     def __init__(self, calls: RegionCalls, nbytes: int) -> None:
         """OSError without memory; PenstockError if the server does not take it."""
-        token = secrets.token_hex(16)
-        self.name, self.nbytes = f"penstock-client-{token[:16]}", nbytes
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self._fd = os.memfd_create(memfd_name(token), flags)
+        self._memfd = SharedMemfd()
+        self.name, self.nbytes = self._memfd.name, nbytes
         try:
-            os.ftruncate(self._fd, nbytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
-            self.view = memoryview(mmap.mmap(self._fd, nbytes))
-            calls.register(self.name, str(MemfdKey(os.getpid(), self._fd, token)), nbytes)
+            self.view = self._memfd.grow(nbytes)
+            self._memfd.seal()
+            calls.register(self.name, self._memfd.key, nbytes)
         except BaseException:
-            os.close(self._fd)
+            self._memfd.close()
             raise
 
     def close(self) -> None:
         """Close the descriptor. The memory is unmapped with the last array on it."""
-        os.close(self._fd)
+        self._memfd.close()
 
 
 class SharedPool:
@@ -194,7 +184,7 @@ class SharedCalls:
         if max(num_bytes, sum(large.values())) < MIN_BYTES or not self._may_use():
             return None
         needed = [*(len(each.data) for each in tensors), *large.values()]
-        block = self._take(sum(map(_aligned, needed)))
+        block = self._take(sum(map(aligned, needed)))
         if block is None:
             return None
         is_finished = False
@@ -243,7 +233,7 @@ class SharedCalls:
             block.view[position : position + nbytes] = each.data
             place = RegionPlace(block.name, position, nbytes)
             sent.append(Tensor(each.name, each.datatype, each.shape, b"", place))
-            position += _aligned(nbytes)
+            position += aligned(nbytes)
         asked: list[RequestedOutput] = []
         places: dict[str, memoryview] = {}
         for name in sizes if large else ():
@@ -254,7 +244,7 @@ class SharedCalls:
             where = {REGION: block.name, REGION_BYTES: large[name], REGION_OFFSET: position}
             asked.append(RequestedOutput(name, where))
             places[name] = block.view[position : position + large[name]]
-            position += _aligned(large[name])
+            position += aligned(large[name])
         found = self._calls.infer(*named, sent, asked, places)
         if not sizes:
             self.learn(*named, tensors, found)
@@ -264,7 +254,9 @@ class SharedCalls:
     def _may_use(self) -> bool:
         """Whether the server is on this machine and takes shared memory, as far as is known."""
         if self._is_usable is None:
-            is_possible = hasattr(os, "memfd_create") and is_local(self._endpoint)
+            is_possible = hasattr(os, "memfd_create") and is_local(
+                self._endpoint.host, self._endpoint.port
+            )
             try:
                 self._is_usable = is_possible and EXTENSION in self._calls.extensions()
             except PenstockError:
@@ -280,23 +272,6 @@ class SharedCalls:
             # The key may not register memory, or the server is in another container.
             self._is_usable = False
             return None
-
-
-def is_local(endpoint: Endpoint) -> bool:
-    """Whether an address is one of this machine: then packets to it come from the same address."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as sock:
-            sock.connect(address)
-            return bool(sock.getsockname()[0] == sock.getpeername()[0])
-    except OSError:
-        return False
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _key(model: str, version: str, tensors: Sequence[Tensor]) -> object:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from penstock.api import shown, terminal
-from penstock.api.client_http import error_text, model_path
+from penstock.api.client_http import model_path
 from penstock.api.endpoint import parse_endpoint
-from penstock.benchmark.targets.http_messages import parse_url
+from penstock.api.server_http import RemoteServer
 from penstock.errors import CommandLineError, ConfigError
 from penstock.repository.model_source import URL
 from penstock.serving.explain import Explanation
@@ -22,8 +17,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 10.0
-WRONG_PORT = "is this a Penstock server's HTTP port?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,45 +51,8 @@ class ExplainedModel:
 
     def ask(self) -> ExplainResult:
         """Return the server's explanation; ConfigError if it has none."""
-        try:
-            parse_url(self.url)
-        except ConfigError as error:
-            raise CommandLineError([f"--url {error}"]) from None
         path = f"{model_path(self.model, self.version)}/explain"
-        body = self._get(self.url.rstrip("/") + path)
-        try:
-            return ExplainResult(msgspec.json.decode(body, type=Explanation))
-        except msgspec.DecodeError as error:
-            problem = f"this is no Penstock server, or one of another version ({error})"
-            raise ConfigError([f"{self.url}: {problem}"]) from None
-
-    def _get(self, address: str) -> bytes:
-        request = urllib.request.Request(address)
-        if self.api_key:
-            request.add_header("X-API-Key", self.api_key)
-        # No proxy: the server is close, and the key must not leak.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=TIMEOUT_S) as answer:
-                return bytes(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                problem = _refusal(error.code, error.read())
-        except http.client.HTTPException:
-            problem = f"what answers speaks no HTTP: {WRONG_PORT}"
-        except OSError as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            problem = f"the server cannot be reached: {reason}"
-        raise ConfigError([f"{self.url}: {problem}"])
-
-
-def _refusal(status: int, body: bytes) -> str:
-    text = error_text(status, body)
-    if status == 401:
-        return f"{text}; give one with the scope 'metrics' by --api-key or PENSTOCK_API_KEY"
-    if status == 404 and "unknown model" not in text:
-        return f"{text}: {WRONG_PORT}"
-    return text
+        return ExplainResult(RemoteServer(self.url, self.api_key).ask(path, Explanation))
 
 
 def locate(model: str, url: str = "", version: str = "", api_key: str = "") -> ExplainedModel:

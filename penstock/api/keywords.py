@@ -35,6 +35,7 @@ class ServeKeywords(TypedDict, total=False):
     tls_client_ca: PathText
     allow_host: Sequence[str]
     shared_memory: bool
+    record: PathText
     max_body_bytes: int
     max_json_bytes: int
     grpc_max_message_bytes: int
@@ -42,6 +43,24 @@ class ServeKeywords(TypedDict, total=False):
     drain_s: float
     log_level: str | None
     log_format: str | None
+    log_requests: bool
+    price: float | None
+
+
+class AsgiKeywords(TypedDict, total=False):
+    id: str
+    model_control_mode: str
+    load_model: Sequence[str]
+    exit_on_error: bool
+    gpu_memory_reserve: float
+    allow_hard_links: bool
+    reload: bool
+    api_keys: PathText
+    allow_host: Sequence[str]
+    shared_memory: bool
+    max_body_bytes: int
+    max_json_bytes: int
+    drain_s: float
     log_requests: bool
 
 
@@ -56,6 +75,8 @@ class BenchKeywords(TypedDict, total=False):
     steps: str
     trace: PathText
     rate_scale: float | None
+    replay: PathText
+    speed: float | None
     slo: str
     gate: bool
     baseline: PathText
@@ -75,6 +96,7 @@ class BenchKeywords(TypedDict, total=False):
     version: str
     api_key: str
     tensors: str
+    shared_memory: bool
     api: str
     extra: str
     body: str
@@ -92,6 +114,7 @@ class OptimizeKeywords(TypedDict, total=False):
     device: str
     price: float | None
     data: PathText
+    from_live: PathText
     data_name: str
     labels: str
     eval: str
@@ -117,3 +140,47 @@ class ProfileKeywords(TypedDict, total=False):
     threads: int | None
     runs: int
     chrome_trace: PathText
+
+
+class RayKeywords(TypedDict, total=False):
+    ingress: str
+    max_replicas: int
+    ingress_replicas: int
+    retries: int
+    evidence: str
+    http_port: int
+    grpc: bool
+    grpc_port: int
+    host: str
+    id: str
+    api_keys: PathText
+    insecure: bool
+    max_body_bytes: int
+    max_json_bytes: int
+    drain_s: float
+    log_requests: bool
+
+
+class PromoteKeywords(TypedDict, total=False):
+    force: str
+    reason: str
+    canary: str
+    steps: str
+    header: str
+    hash_header: str
+    shadow: bool
+    agreement: str
+    step_s: float
+    mirrored_per_s: float
+    api_key: str
+
+
+class CapacityKeywords(TypedDict, total=False):
+    rate: Number
+    replica_rate: Number
+    slo: str
+    headroom: float
+    failure_domain: int
+    price: float | None
+    model: str
+    version: str

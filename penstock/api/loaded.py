@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from penstock.types import Array
 if TYPE_CHECKING:
     from penstock.api.local_text import LocalTextModel, Prompt
     from penstock.repository.layout import RepositoryScan
+    from penstock.serving.drift import InputDrift
     from penstock.serving.registered import RegisteredRows
     from penstock.wire.arrays import Given
 
@@ -129,6 +130,11 @@ class LoadedModel:
         served = self._tensors or self._text
         assert served is not None
         return served.statistics()
+
+    def drift(self) -> Sequence[InputDrift]:
+        """Return how the inputs so far compare with the data that the version was optimised on;
+        empty for versions without such evidence, and for language models."""
+        return [] if self._tensors is None else self._tensors.drift()
 
     def close(self) -> None:
         """Answer queued requests with an error and stop. Closing again does nothing."""

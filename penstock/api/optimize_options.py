@@ -49,6 +49,12 @@ class OptimizeOptions:
         "Language models need it.",
         **text("PATH", "random inputs"),
     )
+    from_live: str = data_flag(
+        "Recording of live traffic, instead of --data",
+        "A folder of penstock serve --record: the latest 5,000 different rows are the data. Use it "
+        "when inputs have drifted from what the version was optimised on.",
+        **text("RECORDING", "-"),
+    )
     data_name: str = data_flag(**DATA_NAME)
     labels: str = data_flag(
         "Array or field of --data with the labels",

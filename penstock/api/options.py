@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
 from penstock.errors import CommandLineError
@@ -81,6 +81,13 @@ def flags_of(group: str) -> Callable[..., Any]:
 def options_of(kind: type) -> dict[str, tuple[Field[object], Flag]]:
     """Return the fields of a group of options, each with its flag, by name."""
     return {each.name: (each, each.metadata[FLAG]) for each in fields(kind)}
+
+
+def same_flag(kind: type, name: str, summary: str = "", when: str = "") -> Any:
+    """Make a field like that of another group of options, with other texts where those differ."""
+    other, flag = options_of(kind)[name]
+    flag = replace(flag, summary=summary or flag.summary, when=when or flag.when)
+    return field(default=other.default, metadata={FLAG: flag})
 
 
 def flag_name(option: str) -> str:

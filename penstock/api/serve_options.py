@@ -10,6 +10,8 @@ from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
 security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "Logs"))
+metrics_flag = flags_of("Metrics")
+record_flag = flags_of("Recording")
 PORT_TAKEN = "Change it when the port is taken; 0 picks a free one and prints it."
 BYTES = (1 << 10, 1 << 30)
 
@@ -40,9 +42,9 @@ class ServeOptions:
     )
     shards: int = listen_flag(
         "Processes that take requests on the same port",
-        "With 1, the core process takes them; 0 chooses from cores and models. Raise it when "
+        "0 chooses from cores and models; with 1, the core process takes them. Raise it when "
         "penstock explain says that event loops are the bottleneck and CPU cores are idle.",
-        **number(1, "N", 0, 64),
+        **number(0, "N", 0, 64),
     )
     shard_accept: str = listen_flag(
         "Which shards accept new connections",
@@ -138,6 +140,13 @@ class ServeOptions:
         "of the server's user, and tensors in it are not sent. Needs the scope shared_memory.",
         value=False,
     )
+    record: str = record_flag(
+        "Folder for recordings of requests and answers",
+        "Records 1 % of the requests of every model, in at most 64 MB per model; penstock.record "
+        "in config.pbtxt changes that or says off. The files hold what clients send. Give it to "
+        "replay real traffic, or to recalibrate from it.",
+        **text("DIR", "nothing is recorded"),
+    )
     max_body_bytes: int = limit_flag(
         "Largest HTTP request body, after decompression",
         "Raise it when tensors are larger; each connection may use this much memory.",
@@ -185,6 +194,11 @@ class ServeOptions:
         "Log every inference with status and timings",
         "Switch it on to look into single requests; it costs some throughput.",
         value=False,
+    )
+    price: float | None = metrics_flag(
+        "Price of the machine per hour, in any currency",
+        "Give it to see the cost of a million answers in /metrics and on the dashboard.",
+        **number(None, "NUMBER", 1e-9, default="that of each version's evidence"),
     )
 
     @property

@@ -15,6 +15,7 @@ from penstock.errors import CommandLineError, ConfigError, NotFound
 from penstock.repository import layout
 from penstock.repository.model_source import resolve
 from penstock.system import logs
+from penstock.system.file_limit import raise_file_limit
 
 if TYPE_CHECKING:
     from penstock.config import ModelConfig
@@ -44,8 +45,9 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
     settings = replace(settings, level=level, format=form)
     logs.configure(settings)
     logs.hand_down(settings)
+    raise_file_limit()
     server.check(options)
-    found = _find(model, options)
+    found = find(model, options)
     if not options.allow_hard_links:
         found = layout.refuse_hard_links(found)
     if found.problems and options.exit_on_error:
@@ -80,7 +82,7 @@ def _check_gpus(
     return arranged.configs
 
 
-def _find(path: str, options: ServeOptions) -> RepositoryScan:
+def find(path: str, options: ServeOptions) -> RepositoryScan:
     """Return what to load at start."""
     if options.random_weights:
         return layout.read_made_up(path)

@@ -299,6 +299,7 @@ def _title(answer: Explanation) -> Group:
         ),
         Text.assemble(("mode ", "dim"), (answer.mode, "bold"), f": {answer.mode_reason}"),
         Text.assemble(("policy ", "dim"), policy),
+        *([Text.assemble(("scaling ", "dim"), answer.scaling)] if answer.scaling else []),
     )
 
 

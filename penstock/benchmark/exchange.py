@@ -8,14 +8,15 @@ monotonic clock, which all processes of a machine share.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from penstock.types import Array
+from penstock.benchmark.agreement import Agreement
+from penstock.types import Array, Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,9 @@ class TimedExchange:
     # The server's own timings of this request in seconds, where it was asked for them.
     phases: Mapping[str, float] | None = None
     stream: StreamTimes | None = None
+    # The recorded answer, and the one that came; the target sets it if there is a recorded one.
+    expected: Sequence[Tensor] = ()
+    answer: Sequence[Tensor] | None = None
 
     def end(self, done: float, failure: str | None) -> None:
         self.done = done
@@ -76,6 +80,7 @@ class ExchangeColumns(msgspec.Struct):
     gap_due: bytes = b""
     gaps: bytes = b""
     samples: list[TimingSample] = []
+    agreement: Agreement | None = None
 
 
 def floats(column: bytes) -> Array:
@@ -96,6 +101,7 @@ class Collector:
         self._failures: list[str] = []
         self._streams: list[TimedExchange] = []
         self._samples: list[TimingSample] = []
+        self._agreement: Agreement | None = None
         # Bound once: `add` runs for every request.
         self._add_due, self._add_sent = self._due.append, self._sent.append
         self._add_done, self._add_failed = self._done.append, self._failed.append
@@ -108,6 +114,9 @@ class Collector:
             self._add_failed(self._failure(exchange.failure))
             return
         self._add_failed(0)
+        if exchange.expected:
+            self._agreement = self._agreement or Agreement()
+            self._agreement.count(exchange.answer, exchange.expected)
         if exchange.stream is not None:
             self._streams.append(exchange)
         if exchange.phases is not None:
@@ -125,6 +134,7 @@ class Collector:
         due, sent, done = (column.tobytes() for column in (self._due, self._sent, self._done))
         failed, samples = bytes(self._failed), self._samples
         columns = ExchangeColumns(due, sent, done, failed, self._failures, samples=samples)
+        columns.agreement = self._agreement
         if self._streams:
             _add_streams(columns, self._streams)
         self._clear()

@@ -105,10 +105,20 @@ def _of_level(run: BenchRun, level: Level, figures: Figures) -> list[Told]:
     if not figures.num_requests:
         return [("error", "No request was due in the time measured: nothing can be said.")]
     found = [_failures(figures), _generator_limits(level, figures), _shared_machine(run, level)]
-    found += [_silence(level, figures), _warm_up(level)]
+    found += [_silence(level, figures), _warm_up(level), _agreement(level)]
     # Little's law means nothing while the queue grows.
     found.append(_growth(level) or _little(level, figures))
     return [each for each in found if each is not None]
+
+
+def _agreement(level: Level) -> Told | None:
+    """Say how many answers of a replay are the recorded ones."""
+    if level.agreement is None:
+        return None
+    agreed, compared = level.agreement.num_agreed, level.agreement.num_compared
+    share = units.share(agreed, compared)
+    text = f"Agreement with the recorded answers: {agreed:,} of {compared:,} answers, {share}."
+    return ("note" if agreed == compared else "warning"), text
 
 
 def _failures(figures: Figures) -> Told | None:

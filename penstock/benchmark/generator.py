@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import sys
 import time
@@ -18,10 +17,19 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 import uvloop
+from msgspec import structs
 
+from penstock import units
 from penstock.benchmark import messages
 from penstock.benchmark.exchange import TimedExchange
-from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, share_of, shared_times
+from penstock.benchmark.loops import (
+    ClosedLoop,
+    Feed,
+    OpenLoop,
+    RepeatedFeed,
+    share_of,
+    shared_times,
+)
 from penstock.benchmark.pacer import Closed, Replay
 from penstock.benchmark.results import ColdStart
 from penstock.benchmark.targets.kinds import open_target
@@ -29,10 +37,16 @@ from penstock.data import Origin, RequestForm, open_source
 from penstock.errors import ConfigError, PenstockError
 from penstock.processes import framing
 from penstock.system import garbage
+from penstock.system.file_limit import raise_file_limit
 
 REPORT_S = 0.1
 # Open loops start with this many connections and open more on demand.
 NUM_OPEN_AT_FIRST = 16
+# Limits of shared memory, of all generators together. The server keeps 1,024 forms of requests, and
+# requests that differ in a place differ in form: so it knows them all, as those of a client that
+# uses a few places again and again.
+MAX_SHARED_INPUTS = 512
+MAX_SHARED_BYTES = 1 << 30
 
 
 class Generator:
@@ -43,7 +57,7 @@ class Generator:
         self._tell = tell
         self._target = open_target(setup.target)
         self._form: RequestForm
-        self._feed: Feed
+        self._feed: Feed | RepeatedFeed
         self._running: ClosedLoop | OpenLoop | None = None
         self._report: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -100,8 +114,15 @@ class Generator:
         """Open the inputs, starting at the first one."""
         setup = self._setup
         source = open_source(setup.inputs, self._form, setup.index, setup.num_processes)
-        self._feed = Feed(source, self._target)
-        return source.origin
+        if not setup.target.shared_memory:
+            self._feed = Feed(source, self._target)
+            return source.origin
+        number = setup.num_processes
+        limits = max(1, MAX_SHARED_INPUTS // number), MAX_SHARED_BYTES // number
+        feed = self._feed = RepeatedFeed(source, self._target, *limits)
+        inputs = f"{units.count(feed.num_inputs, 'input')} ({units.size(feed.num_bytes)})"
+        text = f"each process has {inputs} in shared memory and repeats its first {len(feed):,}"
+        return structs.replace(source.origin, text=f"{source.origin.text}; {text} requests")
 
     async def _ask_once(self) -> TimedExchange:
         answered: asyncio.Future[TimedExchange] = asyncio.get_running_loop().create_future()
@@ -116,7 +137,10 @@ class Generator:
             self._running.close()
         if isinstance(load, Replay):
             # A trace always starts with its own first request.
-            self._open_feed()
+            if isinstance(self._feed, RepeatedFeed):
+                self._feed.restart()
+            else:
+                self._open_feed()
         if isinstance(load, Closed):
             share = share_of(load.concurrency, *place)
             await self._target.open(share)
@@ -142,7 +166,7 @@ class Generator:
         if not ended.is_set():
             while not self._running.give_up():
                 await asyncio.sleep(0)
-            await self._target.close()  # Fails requests in flight; `open` makes it usable again.
+            await self._target.cancel()
             await ended.wait()
         if self._report is not None:
             self._report.cancel()
@@ -225,8 +249,7 @@ async def _main(out: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The conductor decides when to stop.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each connection is a file.
+    raise_file_limit()
     out = os.dup(1)
     os.dup2(2, 1)  # A model's prints must not mix with the answers.
     uvloop.run(_main(out))

@@ -150,6 +150,7 @@ class Meter:
             server=_difference(before, after),
             samples=recorder.samples,
             system=watching.samples,
+            agreement=recorder.agreement,
         )
 
     def _ending(

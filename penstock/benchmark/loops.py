@@ -10,19 +10,22 @@ import asyncio
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.benchmark.exchange import Collector, TimedExchange
 from penstock.benchmark.pacer import Open, Replay, due_times
 from penstock.benchmark.targets import Target
 from penstock.data import Source
+from penstock.types import Tensor
 
 # Pause of a closed-loop client after a failure, so that a dead server is not hammered.
 PAUSE_S = 0.02
 # Requests sent per turn, before the event loop reads answers.
 MAX_AT_ONCE = 32
 MAX_KEPT_BYTES = 256 << 20
+# Requests in a `RepeatedFeed`, however few inputs they have.
+MAX_REPEATED = 4096
 # More than any target has in flight. Requests due beyond this are sent later but still count from
 # when they were due, so memory stays bounded however far a server falls behind.
 MAX_UNDER_WAY = 100_000
@@ -42,9 +45,12 @@ class Feed:
         self._encode = target.encode
         self._kept: dict[int, Any] = {}
         self._num_kept_bytes = 0
+        # The recorded answer to the last item.
+        self.expected: Sequence[Tensor] = ()
 
     def next(self) -> Any:
         index, sample = self._source.next()
+        self.expected = sample.reference
         if index is None:
             return self._encode(sample)
         if index in self._kept:
@@ -55,6 +61,47 @@ class Feed:
             self._num_kept_bytes += size
             self._kept[index] = item
         return item
+
+
+class RepeatedFeed:
+    """The first requests of a source, all encoded when this is made, and repeated in their order.
+    Ends at `max_inputs` different inputs, or when the next would exceed `max_bytes` in all; one is
+    taken at least."""
+
+    # Replayed requests are not repeated, so there is nothing to compare with.
+    expected: Sequence[Tensor] = ()
+
+    def __init__(self, source: Source, target: Target, max_inputs: int, max_bytes: int) -> None:
+        self._items: list[Any] = []
+        self._position = 0
+        self.num_inputs = self.num_bytes = 0
+        known: dict[int, Any] = {}
+        while len(self._items) < MAX_REPEATED:
+            index, sample = source.next()
+            item = None if index is None else known.get(index)
+            if item is None:
+                size = sum(array.nbytes for array in sample.tensors.values())
+                is_full = self.num_inputs == max_inputs or self.num_bytes + size > max_bytes
+                if self._items and is_full:
+                    break
+                item = target.encode(sample)
+                self.num_inputs += 1
+                self.num_bytes += size
+                if index is not None:
+                    known[index] = item
+            self._items.append(item)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def next(self) -> Any:
+        item = self._items[self._position]
+        self._position = (self._position + 1) % len(self._items)
+        return item
+
+    def restart(self) -> None:
+        """Begin with the first request again."""
+        self._position = 0
 
 
 class InFlightCount:
@@ -85,7 +132,7 @@ class InFlightCount:
 class LoadLoop:
     """What both loops have: items to send, and what became of them."""
 
-    def __init__(self, feed: Feed, target: Target) -> None:
+    def __init__(self, feed: Feed | RepeatedFeed, target: Target) -> None:
         self.collector = Collector()
         self.in_flight = InFlightCount()
         self.ended = asyncio.Event()
@@ -101,7 +148,7 @@ class ClosedLoop(LoadLoop):
     """`share` clients with one request in flight each. Their first requests are due at the start,
     however late this process wakes up."""
 
-    def __init__(self, feed: Feed, target: Target, share: int) -> None:
+    def __init__(self, feed: Feed | RepeatedFeed, target: Target, share: int) -> None:
         super().__init__(feed, target)
         self._share = share
         self._num_pausing = 0
@@ -200,13 +247,15 @@ class OpenLoop(LoadLoop):
     """Sends each request when it is due, whatever happened to the earlier ones. `due` is this
     process's share of the schedule: ascending seconds from the start."""
 
-    def __init__(self, feed: Feed, target: Target, due: Iterator[float]) -> None:
+    def __init__(self, feed: Feed | RepeatedFeed, target: Target, due: Iterator[float]) -> None:
         super().__init__(feed, target)
         self._due = due
         self._start = 0.0
         self._next_due: float | None = None
         # Encoded before it is due, so that encoding adds no latency.
         self._item: Any = None
+        self._feed = feed
+        self._expected: Sequence[Tensor] = ()
         self._is_held = False
         self._is_given_up = False
         self._alarm = Alarm(self._loop, self._ring)
@@ -249,6 +298,7 @@ class OpenLoop(LoadLoop):
         self._next_due = due if due < self._stop_at else None
         if self._next_due is not None and not self._is_given_up:
             self._item = self._next_item()
+            self._expected = self._feed.expected
 
     def _ring(self) -> None:
         for _ in range(MAX_AT_ONCE):
@@ -259,7 +309,8 @@ class OpenLoop(LoadLoop):
                 self._is_held = True
                 return
             self.in_flight.begin(due)
-            self._send_to(TimedExchange(due, self._item, self._finish))
+            exchange = TimedExchange(due, self._item, self._finish, expected=self._expected)
+            self._send_to(exchange)
             self._advance()
         self._await_next()
 

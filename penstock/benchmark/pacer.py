@@ -62,6 +62,8 @@ class Replay(msgspec.Struct, frozen=True, tag="replay"):
     times: tuple[float, ...]
     scale: float = 1.0
     name: str = ""
+    # Or "replay", of a recording.
+    kind: str = "trace"
 
 
 Load = Closed | Open | Replay
@@ -174,7 +176,7 @@ def label(load: Load) -> str:
         scale = "" if load.scale == 1 else f" x {_text(load.scale)}"
         rate = mean_rate(load)
         each = "" if math.isinf(rate) else f", {rate:.3g}/s" if rate < 100 else f", {rate:.0f}/s"
-        return f"trace {load.name}{scale} ({len(load.times)} requests{each})"
+        return f"{load.kind} {load.name}{scale} ({len(load.times)} requests{each})"
     arrivals = f"gamma {_text(load.cv)}" if load.arrivals == "gamma" else load.arrivals
     profile = load.profile
     if isinstance(profile, Flat):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.benchmark.agreement import Agreement
 from penstock.benchmark.exchange import ExchangeColumns, TimingSample, floats
 from penstock.benchmark.stats import DurationHistogram, Window, add_counts, merged, tally
 from penstock.slo import Slo
@@ -37,6 +38,8 @@ class Recorder:
         self.service = DurationHistogram()
         self.lateness = DurationHistogram()
         self.samples: list[TimingSample] = []
+        # Answers compared with recorded ones; None: there were none.
+        self.agreement: Agreement | None = None
 
     def stop(self, end: float) -> None:
         """End the level: later requests and later answers do not count, but the latency of requests
@@ -44,6 +47,9 @@ class Recorder:
         self._end = end
 
     def add(self, columns: ExchangeColumns) -> None:
+        if columns.agreement is not None:
+            self.agreement = self.agreement or Agreement()
+            self.agreement.add(columns.agreement)
         due, sent, done = floats(columns.due), floats(columns.sent), floats(columns.done)
         failed = np.frombuffer(columns.failed, np.uint8)
         is_good = failed == 0

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from penstock.benchmark import pacer
+from penstock.benchmark.agreement import Agreement
 from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.pacer import Load
 from penstock.benchmark.search import Knee as Knee
@@ -77,6 +78,8 @@ class Level(msgspec.Struct):
     server: Counters | None = None
     samples: list[TimingSample] = []
     system: list[SystemSample] = []
+    # With recorded answers, of a replay.
+    agreement: Agreement | None = None
 
     @property
     def label(self) -> str:

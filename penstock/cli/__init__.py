@@ -7,12 +7,15 @@ import click
 
 import penstock
 from penstock.cli.bench import bench
+from penstock.cli.capacity import capacity
 from penstock.cli.commands import Commands
 from penstock.cli.completion import completion
 from penstock.cli.explain import explain
+from penstock.cli.export import export
 from penstock.cli.inspect import inspect
 from penstock.cli.optimize import optimize
 from penstock.cli.profile import profile
+from penstock.cli.repo import repo
 from penstock.cli.report import report
 from penstock.cli.serve import serve
 from penstock.system import logs
@@ -47,5 +50,6 @@ def main() -> None:
         raise click.UsageError(str(error)) from None
 
 
-for _each in (serve, bench, optimize, profile, inspect, explain, report, completion):
+COMMANDS = (serve, bench, optimize, profile, inspect, explain, capacity, report, repo, export)
+for _each in (*COMMANDS, completion):
     main.add_command(_each)

@@ -51,7 +51,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            raise click.UsageError(unknown_command(name, self.list_commands(ctx)), ctx)
+            known = self.list_commands(ctx)
+            raise click.UsageError(unknown_command(name, known, _typed_path(ctx)), ctx)
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -66,16 +67,32 @@ class Commands(click.Group):
             formatter.write_dl(rows)
 
 
-def unknown_command(name: str, known: Sequence[str]) -> str:
-    """Say which command was probably meant."""
-    if URL.match(name):
+PROGRAM = "penstock"
+
+
+def _typed_path(ctx: click.Context) -> str:
+    """Return the commands that were typed so far: `penstock repo`."""
+    names: list[str] = []
+    while ctx.parent is not None:
+        names.insert(0, ctx.info_name or "")
+        ctx = ctx.parent
+    return " ".join([PROGRAM, *names])
+
+
+def unknown_command(name: str, known: Sequence[str], typed: str = PROGRAM) -> str:
+    """Say which command was probably meant after those that were `typed`."""
+    is_url = bool(URL.match(name))
+    is_model = os.path.splitext(name)[1].lower() in FILE_KINDS or bool(FACTORY.fullmatch(name))
+    is_model = is_model or (os.path.exists(name) and name not in known)
+    if typed != PROGRAM and (is_url or is_model):
+        return f"'{name}' is not a command; put one before it, such as: {typed} {known[0]} {name}"
+    if is_url:
         return f"'{name}' is not a command; to measure this server: penstock bench {name}"
-    is_model = os.path.splitext(name)[1].lower() in FILE_KINDS or FACTORY.fullmatch(name)
-    if is_model or (os.path.exists(name) and name not in known):
+    if is_model:
         return f"'{name}' is not a command; to serve it: penstock serve {name}"
     near = difflib.get_close_matches(name, known, 1)
     if near:
-        return f"'{name}' is not a command; did you mean: penstock {near[0]}"
+        return f"'{name}' is not a command; did you mean: {typed} {near[0]}"
     return f"'{name}' is not a command; expected one of {', '.join(known)}"
 
 
@@ -86,7 +103,8 @@ def _tell_missing(error: click.MissingParameter) -> None:
         error.show()
         return
     examples = getattr(context.command, "examples", ())
-    name = parameter.make_metavar(context).strip("[]")
+    # Not `make_metavar`, which takes the context from click 8.2 on only.
+    name = (parameter.metavar or parameter.human_readable_name).strip("[]")
     example = f", e.g. {examples[0]}" if examples else ""
     click.echo(coloured(f"error: {name} is required{example}", "red"), err=True)
     click.echo(f"{context.command_path} --help shows all options", err=True)

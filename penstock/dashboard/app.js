@@ -1,7 +1,6 @@
 // The start page. Everything shown comes from the state route and is set as text, never as markup.
 "use strict";
 
-const BASE = new URL(".", document.baseURI).href;
 const REFRESH_MS = 5000;
 const MAX_VALUES = 48;
 // With more models, only the first is unfolded.
@@ -9,41 +8,8 @@ const MAX_OPEN = 4;
 const MAX_LINES = 24;
 // Classes shown, the best ones.
 const MAX_CLASSES = 5;
-const COLOURS = { READY: "good", UNAVAILABLE: "bad", LOADING: "mixed" };
-const STATES = { ready: "good", "not ready": "bad", loading: "mixed", "shutting down": "mixed" };
-// In memory only.
-let secret = "";
 let shownModels = "";
 let cards = new Map();
-
-const byId = (id) => document.getElementById(id);
-
-function make(tag, attributes, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name in node && name !== "list") node[name] = value;
-    else node.setAttribute(name, value);
-  }
-  node.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
-  return node;
-}
-
-function ask(path, options = {}) {
-  const headers = { ...(options.headers || {}) };
-  if (secret) headers.Authorization = "Bearer " + secret;
-  return fetch(new URL(path, BASE), { ...options, headers, credentials: "same-origin" });
-}
-
-async function errorOf(response) {
-  const text = await response.text();
-  let told = text || response.statusText;
-  try {
-    const error = JSON.parse(text).error;
-    told = typeof error === "string" ? error : error.message;
-  } catch { /* Not JSON: the text itself. */ }
-  return `${response.status}: ${told}`;
-}
 
 // The state.
 
@@ -52,8 +18,7 @@ async function refresh() {
   try {
     response = await ask("dashboard/state");
   } catch (error) {
-    const isKey = error instanceof TypeError && /[^\x20-\x7e]/.test(secret);
-    return isKey ? askForKey("The key holds characters that no key has.") : complain("The server does not answer.");
+    return isKeyProblem(error) ? askForKey("The key holds characters that no key has.") : complain("The server does not answer.");
   }
   if (response.status === 401 || response.status === 403) {
     return askForKey(secret ? await errorOf(response) : "");
@@ -66,27 +31,14 @@ async function refresh() {
   show(state);
 }
 
-function complain(text) {
-  byId("problem").textContent = text;
-  byId("problem").hidden = !text;
-}
-
 function askForKey(problem) {
-  byId("key").hidden = false;
-  byId("key-problem").textContent = problem;
-  byId("key-problem").hidden = !problem;
-  byId("state").hidden = true;
+  showKeyForm(problem);
   byId("models").replaceChildren();
   shownModels = "";
-  complain("");
 }
 
 function show(state) {
-  byId("name").textContent = state.name === "penstock" ? "Penstock" : state.name;
-  byId("version").textContent = `Penstock ${state.version}`;
-  byId("state").textContent = state.state;
-  byId("state").className = "chip " + (STATES[state.state] || "");
-  byId("state").hidden = false;
+  showServer(state.name, state.version, state.state);
   const names = JSON.stringify(state.models.map((model) => [model.name, model.version, model.call]));
   if (names !== shownModels) {
     shownModels = names;
@@ -349,31 +301,6 @@ function addEvent(data, text) {
   for (const choice of event.choices || []) text.append((choice.delta ? choice.delta.content : choice.text) || "");
 }
 
-// JSON with short lists in one line.
-function pretty(value) {
-  const text = JSON.stringify(value, null, 2);
-  return text.replace(/\[\n\s+([^[\]{}]*?)\n\s*\]/g, (_, inside) => `[${inside.replace(/\n\s*/g, " ")}]`);
-}
-
-// Links to what needs the key.
-
-document.addEventListener("click", async (event) => {
-  const link = event.target.closest && event.target.closest("a.fetched");
-  if (!link || !secret || event.ctrlKey || event.metaKey || event.shiftKey) return;
-  event.preventDefault();
-  const response = await ask(link.getAttribute("href"));
-  const text = response.ok ? await response.text() : await errorOf(response);
-  const isJson = response.ok && (response.headers.get("Content-Type") || "").includes("json");
-  byId("shown-title").textContent = link.textContent;
-  byId("shown-text").textContent = isJson ? pretty(JSON.parse(text)) : text;
-  byId("shown").showModal();
-});
-byId("shown-close").addEventListener("click", () => byId("shown").close());
-byId("key").addEventListener("submit", (event) => {
-  event.preventDefault();
-  secret = byId("secret").value.trim();
-  byId("secret").value = "";
-  refresh();
-});
+onKey(refresh);
 setInterval(() => { if (!document.hidden && byId("key").hidden) refresh(); }, REFRESH_MS);
 refresh();

@@ -28,7 +28,7 @@ TAGS = {
     "inference": "Run models: the v2 inference protocol",
     "text": "Language models and embeddings: OpenAI's API",
     "server": "Health, metadata and metrics",
-    "administration": "Load and unload models, and settings",
+    "administration": "Models and their versions, and settings",
     "shared memory": "Memory that clients on this machine register",
     "pages": "Pages of this server, and what they read",
 }
@@ -58,9 +58,13 @@ OF_HANDLERS = {
     # Of shared memory, which may not be allowed; and there may be no GPU.
     **{route.handler: (413, 501) for route in ROUTES if route.scope == "shared_memory"},
     "ready": (503,),
+    "events": (503,),
+    "what_if": (404, 413, 500, 501, 503),
     "index": (413,),
     "load": (404, 413, 501, 507),
     "unload": (413,),
+    **dict.fromkeys(("versions", "history", "diff", "verify", "rollout"), (404, 413, 503)),
+    **dict.fromkeys(("promote", "rollback", "prune"), (404, 413, 501, 503, 507)),
 }
 KEY = "apiKey"
 BEARER = "bearer"
@@ -102,7 +106,7 @@ def path_of(route: Route) -> str:
 
 
 def tag_of(route: Route) -> str:
-    if route.handler in ("start_page", "asset", "openapi", "state"):
+    if route.handler in ("start_page", "asset", "openapi", "state", "events", "what_if"):
         return "pages"
     if route.scope == "admin":
         return "administration"
@@ -142,7 +146,7 @@ def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> 
         content: JsonObject = {JSON: {"schema": by_type[route.body]}}
         if route.handler == "infer":
             content[BINARY] = {}
-        is_optional = route.handler in ("index", "load", "unload")
+        is_optional = route.handler in ("index", "load", "unload", "rollback")
         operation["requestBody"] = {"required": not is_optional, "content": content}
     return operation
 

@@ -8,23 +8,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from importlib.resources import files
 
 import msgspec
 
 import penstock
+from penstock.dashboard.event_feed import EventFeed
+from penstock.dashboard.live_sampler import LiveSampler
 from penstock.dashboard.openapi import describe_json
 from penstock.dashboard.state import StateReader
+from penstock.dashboard.what_if import WhatIf
+from penstock.errors import NotAllowed, PenstockError
+from penstock.operate import model_folders
+from penstock.operate.monitor import Monitor
 from penstock.protocols.gate import Gate
-from penstock.protocols.handler_tasks import Reply, RouteCall, RouteHandler
+from penstock.protocols.handler_tasks import Reply, RouteCall, RouteHandler, decode_body
 from penstock.serving.management import ManagementApi
 from penstock.wire.documented import Links
+from penstock.wire.live import WhatIfBody
 
 # The file of each route.
 FILES = {
     "/": "index.html",
     "/docs": "docs.html",
+    "/dashboard": "dashboard.html",
+    "/dashboard/common.js": "common.js",
     "/dashboard/app.js": "app.js",
+    "/dashboard/charts.js": "charts.js",
+    "/dashboard/versions.js": "versions.js",
+    "/dashboard/live.js": "live.js",
+    "/dashboard/live.css": "live.css",
     "/dashboard/docs.js": "docs.js",
     "/dashboard/style.css": "style.css",
 }
@@ -41,21 +55,41 @@ HEADERS = (
 ).encode()
 VARIES = b"Vary: Accept\r\n"
 PRIVATE = b"Cache-Control: no-store\r\n"
+EVENTS = "text/event-stream; charset=utf-8"
+# Proxies that buffer would hold events back.
+UNBUFFERED = b"X-Accel-Buffering: no\r\n"
 
 
 class Pages:
-    def __init__(self, management: ManagementApi, gate: Gate) -> None:
+    """`monitor` drives the live dashboard; None: it is still."""
+
+    def __init__(
+        self, management: ManagementApi, gate: Gate, monitor: Monitor | None = None
+    ) -> None:
         self._management = management
         self._gate = gate
         # A server has a key file from its start, or none.
         self._needs_key = gate.keys is not None
         self._state = StateReader(management, self._needs_key)
+        monitor = monitor or Monitor(management.catalog)
+        self.sampler = LiveSampler(management, monitor)
+        lifecycle, gpus = management.lifecycle, management.usage.gpus
+        self.feed = EventFeed(self.sampler, monitor, lifecycle, gpus)
+        self._what_if = WhatIf(management.catalog)
         folder = files("penstock.dashboard")
         self._files = {path: folder.joinpath(name).read_bytes() for path, name in FILES.items()}
 
     def handlers(self) -> Mapping[str, RouteHandler]:
         """Return the handlers by their names in the route table."""
-        return {h.__name__: h for h in (self.start_page, self.asset, self.openapi, self.state)}
+        made = (
+            self.start_page,
+            self.asset,
+            self.openapi,
+            self.state,
+            self.events,
+            self.what_if,
+        )
+        return {handler.__name__: handler for handler in made}
 
     async def start_page(self, call: RouteCall) -> Reply:
         """Reply with a page to browsers, with links to other clients."""
@@ -76,3 +110,36 @@ class Pages:
     async def state(self, call: RouteCall) -> Reply:
         found = self._state.read(self._gate.scopes_of(call.headers))
         return Reply(msgspec.json.encode(found), headers=PRIVATE)
+
+    async def events(self, call: RouteCall) -> Reply:
+        """Reply with a stream of what happens, a new event each second."""
+        headers = call.headers
+
+        def is_allowed() -> bool:
+            try:
+                self._gate.check_scope("metrics", headers)
+            except NotAllowed:
+                return False
+            return True
+
+        scopes = self._gate.scopes_of(headers)
+        has_versions = await asyncio.to_thread(self._has_versions)
+        start = partial(self.sampler.start, self._needs_key, scopes, has_versions)
+        stream = self.feed.open(start, is_allowed)
+        return Reply(b"", 200, EVENTS, PRIVATE + UNBUFFERED, stream)
+
+    def _has_versions(self) -> bool:
+        """Whether a repository is served, rather than a single model."""
+        try:
+            model_folders.find_repository(self._management.control.path)
+        except PenstockError:
+            return False
+        return True
+
+    async def what_if(self, call: RouteCall) -> Reply:
+        """Reply with the predicted latency of a version at another rate."""
+        body = decode_body(call.body, WhatIfBody)
+        found = self._management.catalog.find(body.model, str(body.version))
+        rate = self.sampler.current_rate(found.config.name, found.config.version)
+        answer = await self._what_if.predict(body, rate)
+        return Reply(msgspec.json.encode(answer), headers=PRIVATE)

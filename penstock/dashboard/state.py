@@ -64,7 +64,7 @@ class StateReader:
         for failure in catalog.failures:
             models.append(ModelState(failure.name, "", "UNAVAILABLE", "; ".join(failure.problems)))
         models.sort(key=lambda model: (model.name, -int(model.version or 0)))
-        told = self._management.server_id, penstock.__version__, _state(self._management)
+        told = self._management.server_id, penstock.__version__, state_of(self._management)
         return ServerState(*told, self._needs_key, list(scopes), models)
 
 
@@ -121,7 +121,9 @@ def _key(catalog: Catalog, model: Served) -> CallKey:
     return CallKey(config.name, config.version, has_chat, is_latest)
 
 
-def _state(management: ManagementApi) -> Literal["loading", "ready", "not ready", "shutting down"]:
+def state_of(
+    management: ManagementApi,
+) -> Literal["loading", "ready", "not ready", "shutting down"]:
     if management.lifecycle.is_draining:
         return "shutting down"
     if management.lifecycle.is_loading:

@@ -11,6 +11,7 @@ import numpy as np
 
 import penstock.data.example_sets as example_sets
 import penstock.data.files as files
+import penstock.data.recordings as recordings
 from penstock.data.cycling import shares
 from penstock.data.example_sets import Columns
 from penstock.data.files import FileRows
@@ -18,10 +19,12 @@ from penstock.data.images import Images, read_images
 from penstock.data.lengths import Sizes
 from penstock.data.non_finite import describe
 from penstock.data.prompts import samples_from_rows
+from penstock.data.replays import open_replay
 from penstock.data.samples import InputSpec, Origin, RequestForm, Source
 from penstock.errors import ConfigError
 from penstock.types import Array, TensorSpec
 from penstock.units import quoted
+from penstock.wire.recording import SUFFIX
 
 # Default names of labels: `penstock optimize` evaluates with them, a load omits them.
 LABEL_NAMES = ("label", "labels", "y")
@@ -46,10 +49,16 @@ class Dataset:
     beside: Mapping[str, Array] = field(default_factory=dict)
     # Why labels are missing, all or some; empty if none were expected.
     label_problem: str = ""
+    # Inputs whose values a recording does not have: they are zeros.
+    redacted: tuple[str, ...] = ()
+    # Arrival of a recording's first and last request, ISO 8601; empty for other data.
+    span: tuple[str, ...] = ()
 
 
 def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int, int]) -> Source:
     """Open data for process i of n (`place`); ConfigError when the data does not fit."""
+    if spec.num_replayed:
+        return open_replay(spec, form, place)
     if form.kind == "tensors":
         return _tensor_examples(spec, form, place)
     path = existing(spec.path)
@@ -85,6 +94,8 @@ def read_dataset(
     `beside` that no input has. ConfigError when the data does not fit."""
     path = existing(spec.path)
     summary = DatasetSummary([path])
+    if recordings.is_recording(path):
+        return _recorded(spec, form, path, labels)
     if path.is_dir():
         name = _only_input(spec, form)
         tensor = next(tensor for tensor in form.inputs if tensor.name == name)
@@ -118,14 +129,29 @@ def read_dataset(
     return Dataset(columns, summary, arrays.get(label), found, problem)
 
 
+def _recorded(spec: InputSpec, form: RequestForm, path: Path, labels: str) -> Dataset:
+    """Read the rows of a recording, which has no labels."""
+    recording = recordings.open_recording(path)
+    summary = DatasetSummary(recording.files, recordings.notes_of(recording))
+    if recording.is_text:
+        raise ConfigError([f"{path}: is of a language model; the target takes tensors"])
+    table = recordings.example_rows(recording, has_batch=form.has_batch, latest=spec.latest)
+    columns = example_sets.from_rows(form, table, path.name)
+    summary.notes += columns.notes
+    problem = f"labels '{labels}': a recording has none" if labels else ""
+    redacted = tuple(recording.redacted)
+    span = tuple(each.isoformat(timespec="seconds") for each in recording.span)
+    return Dataset(columns, summary, None, {}, problem, redacted, span)
+
+
 def existing(given: str) -> Path:
     """Return a file or folder that has a reader; ConfigError says what was expected."""
     path = Path(given)
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file or folder"])
-    known = files.ARRAY_SUFFIXES + files.ROW_SUFFIXES
+    known = (*files.ARRAY_SUFFIXES, *files.ROW_SUFFIXES, SUFFIX)
     if not path.is_dir() and path.suffix not in known:
-        expected = f"a file that ends in {', '.join(known)}, or a folder of images"
+        expected = f"a file that ends in {', '.join(known)}, a folder of images or a recording"
         raise ConfigError([f"{path}: expected {expected}"])
     return path
 
@@ -159,6 +185,10 @@ def _only_input(spec: InputSpec, form: RequestForm) -> str:
 
 
 def _rows(spec: InputSpec, form: RequestForm, path: Path, summary: DatasetSummary) -> FileRows:
+    if recordings.is_recording(path):
+        recording = recordings.open_recording(path)
+        summary.files, summary.notes = recording.files, recordings.notes_of(recording)
+        return recordings.text_rows(recording)
     if not path.is_dir() and path.suffix in files.ROW_SUFFIXES:
         return files.read_rows(path)
     if form.kind != "fields":

@@ -3,14 +3,14 @@ Values only; the modules beside this file make them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from penstock.data.lengths import Lengths
-from penstock.types import Array, TensorSpec
+from penstock.types import Array, Tensor, TensorSpec
 
 
 class InputSpec(msgspec.Struct, frozen=True):
@@ -26,6 +26,10 @@ class InputSpec(msgspec.Struct, frozen=True):
     seed: int = 0
     # A recorded trace: request k is as long as the trace's k-th.
     trace_path: str = ""
+    # Of a recording: only so many different rows, the latest; 0: all.
+    latest: int = 0
+    # Send the requests of a recording as they came, so many of them; 0: their rows are examples.
+    num_replayed: int = 0
 
 
 class RequestForm(msgspec.Struct, frozen=True):
@@ -54,6 +58,8 @@ class Sample:
     # "prompt": str or "messages": list for LLMs; anything for templates.
     fields: Mapping[str, object] = field(default_factory=dict)
     max_tokens: int | None = None
+    # The recorded answer, if there is one.
+    reference: Sequence[Tensor] = ()
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -44,6 +44,8 @@ class EngineProcess:
         self._num_failures = 0
         # Totals of the engine that were reported.
         self._reported = EngineTotals()
+        # Seconds of steps that no report has told yet.
+        self._busy_s = 0.0
 
     def serve(self) -> None:
         """Serve until the core closes the socket or sends Stop."""
@@ -137,11 +139,13 @@ class EngineProcess:
                 raise SystemExit(f"{self._num_failures} steps in a row failed: {reason}") from None
             return
         self._num_failures = 0
+        step_s = time.perf_counter() - began
+        self._busy_s += step_s
         for chunk in _take_prompt_logprobs(engine):
             if (owner := self._links.owner(chunk.request)) is not None:
                 self._send(owner, chunk)
         if events or engine.scheduler.num_computed > self._reported.num_computed:
-            self._report(engine, events, time.perf_counter() - began)
+            self._report(engine, events, step_s)
 
     def _report(self, engine: Engine, events: list[TokenEvent], step_s: float) -> None:
         """Send each shard the events of its requests, and one of them what the engine counted."""
@@ -153,6 +157,7 @@ class EngineProcess:
             if not is_counted:
                 is_counted = True
                 self._reported = self._reported.count(report, engine)
+                report.busy_s, self._busy_s = self._busy_s, 0.0
             self._send(link, report)
         for event in events:
             if event.reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -50,6 +51,8 @@ class Generation:
     caller: bytes = b""
     # Arrival time; 0: the time of admission.
     arrived: float = 0.0
+    # What the client asked, for recordings: {"prompt"} or {"messages"}.
+    asked: Mapping[str, object] | None = None
     # The model sets the following fields on admission.
     admitted: float = 0.0
     outputs: list[SequenceOutput] = field(default_factory=list)

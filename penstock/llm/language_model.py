@@ -33,13 +33,16 @@ from penstock.llm.messages import EngineSettings, GenerateRequest, TextSource, p
 from penstock.llm.open_generations import NO_TEXT, OpenGenerations, TextShard
 from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits
 from penstock.llm.settings import check_packages, settings_of
+from penstock.llm.text_recorder import tap
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.child import StartLife
 from penstock.sampling_params import SamplingParams
 from penstock.serving.core_link import EngineCore
+from penstock.serving.drift import InputDrift
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import Quotas
+from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.served import ModelProcess, Served
 from penstock.types import Request
 from penstock.wire.frames import EngineReady
@@ -63,6 +66,8 @@ class LanguageModel:
     parameters are invalid."""
 
     mode = "continuous"
+    # There are no tensors to compare.
+    drift: Sequence[InputDrift] = ()
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class LanguageModel:
     ) -> None:
         """`limits` override the renderer limits of the configuration."""
         self.config = config
-        self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
+        self.metrics = ModelMetrics.from_config(config)
         self._settings = settings = settings_of(config)
         # How many sequences may wait for their first token.
         self.max_waiting = settings.max_waiting
@@ -96,6 +101,7 @@ class LanguageModel:
         self._loading: asyncio.Task[None] | None = None
         # Why the renderer of a shard cannot load.
         self._problem = ""
+        self.recorder: RequestRecorder | None = None
 
     # Lifecycle.
 
@@ -145,6 +151,9 @@ class LanguageModel:
         self.part.close()
         engine = [] if self._engine is None else [self._engine.close()]
         await asyncio.gather(self._renderer.close(), *engine)
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
 
     # State for the catalog.
 
@@ -256,6 +265,8 @@ class LanguageModel:
     def submit(self, request: Request | Generation) -> None:
         """Take a text request, whose sink gets every outcome; refuse tensors."""
         if isinstance(request, Generation):
+            if self.recorder is not None:
+                tap(request, self.recorder)
             self.part.submit(request)
             return
         error = Unsupported(TENSORS.replace("{name}", self.config.name))

@@ -141,6 +141,8 @@ class StepReport(Frame, tag="new"):
     num_cached: int = 0
     # Queueing time of the requests that were started since the last report.
     waits_s: tuple[float, ...] = ()
+    # Seconds of the steps since the last report.
+    busy_s: float = 0.0
 
 
 class PromptLogprobsChunk(Frame, tag="prompt"):

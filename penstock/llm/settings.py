@@ -87,7 +87,7 @@ def settings_of(config: ModelConfig) -> EngineSettings:
         path=str(path_of(config)),
         device=config.device,
         dtype=dtype if dtype != "auto" else ("float32", "bfloat16")[place],
-        num_threads=int(numbers["threads"]) or len(os.sched_getaffinity(0)),
+        num_threads=int(numbers["threads"]) or config.num_cores or len(os.sched_getaffinity(0)),
         block_size=int(numbers["block_size"]),
         cache_bytes=int(numbers["kv_cache_bytes"]),
         max_sequences=max_sequences,

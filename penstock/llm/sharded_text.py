@@ -73,7 +73,7 @@ class ShardedText(ShardedVersion):
         super().__init__(config, shards)
         self._settings = settings = settings_of(config)
         # What the core counts: restarts, deaths, load time.
-        self._own_metrics = ModelMetrics(config.name, config.version, config.metric_tags)
+        self._own_metrics = ModelMetrics.from_config(config)
         self._engine = EngineSupervisor(settings, self._own_metrics, start_life)
         self._host = EngineHost(next(shards.numbers), self._engine)
         # Loads the model's tokenizer and template once, before shards do.
@@ -134,7 +134,7 @@ class ShardedText(ShardedVersion):
     def count(self, readings: Mapping[int, ModelReading]) -> None:
         super().count(readings)
         own = self._own_metrics
-        metrics = ModelMetrics(own.name, own.version, own.tags)
+        metrics = own.blank()
         metrics.num_restarts, metrics.load_s = own.num_restarts, own.load_s
         metrics.num_deaths = dict(own.num_deaths)
         text = TextMetrics(metrics)

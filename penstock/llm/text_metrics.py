@@ -67,6 +67,7 @@ class TextMetrics:
 
     def __init__(self, model: ModelMetrics) -> None:
         self.model = model
+        model.of_kind = self
         model.others = partial(scrape, self, model)
         model.record_others = self._record
         self.num_running = self.num_waiting = 0
@@ -86,6 +87,7 @@ class TextMetrics:
         self.prompt_tokens = Histogram(())
         self.generated_tokens = Histogram(())
         self.step_tokens = Histogram(STEP_TOKENS)
+        self._limits_s = {each.metric: each.limit_s for each in model.objectives}
         # Time of the engine's last report; -inf: no request is open.
         self._reported_at = -math.inf
         self._num_blocks = 0
@@ -105,6 +107,7 @@ class TextMetrics:
         self.num_preemptions += report.num_preemptions
         self.num_asked += report.num_asked
         self.num_cached += report.num_cached
+        self.model.busy_s += report.busy_s
         if report.num_computed:
             self.step_tokens.add(report.num_computed)
         for wait_s in report.waits_s:
@@ -162,25 +165,47 @@ class TextMetrics:
         self.num_ended["length" if "length" in reasons else "stop"] += 1
         self._ended(generation, now)
         self.model.answered(total_s, now - generation.admitted)
+        for metric in self._missed(generation, now):
+            self.model.num_slow[metric] += 1
 
     def failed(self, generation: Generation, error: PenstockError, now: float) -> None:
         """Count a failure after admission."""
         is_left = isinstance(error, Cancelled | NotReady)
         self.num_ended["abort" if is_left else "error"] += 1
         self._ended(generation, now)
-        self.model.failed("CANCELED" if is_left else "BACKEND")
-        self.model.fail_s += max(0.0, now - generation.arrived)
+        total_s = max(0.0, now - generation.arrived)
+        is_late = self.model.is_late(total_s) or bool(self._missed(generation, now))
+        self.model.failed("CANCELED" if is_left else "BACKEND", error, is_late)
+        self.model.fail_s += total_s
 
     def refused(self, error: PenstockError, seconds: float) -> None:
         """Count a refusal, before anything was computed."""
-        self.model.refused(error)
+        is_late = seconds > self._limits_s.get("ttft", math.inf) or self.model.is_late(seconds)
+        self.model.refused(error, is_late=is_late)
         self.model.fail_s += max(0.0, seconds)
+
+    def _missed(self, generation: Generation, now: float) -> list[str]:
+        """Return the limits of the SLO on tokens that the request has missed by now."""
+        first_at = now if generation.first_at is None else generation.first_at
+        spans_s = {"ttft": first_at - generation.arrived, "tpot": _mean_token_s(generation) or 0.0}
+        return [
+            metric
+            for metric, span_s in spans_s.items()
+            if span_s > self._limits_s.get(metric, math.inf)
+        ]
 
     def _ended(self, generation: Generation, now: float) -> None:
         self.request_s.add(now - generation.arrived)
         self.prompt_tokens.add(generation.num_prompt)
-        numbers = [each.num_tokens for each in generation.outputs]
-        self.generated_tokens.add(sum(numbers))
-        first_at, last_at = generation.first_at, generation.last_at
-        if first_at is not None and last_at is not None and max(numbers) > 1:
-            self.mean_token_s.add((last_at - first_at) / (max(numbers) - 1))
+        self.generated_tokens.add(sum(each.num_tokens for each in generation.outputs))
+        if (mean_s := _mean_token_s(generation)) is not None:
+            self.mean_token_s.add(mean_s)
+
+
+def _mean_token_s(generation: Generation) -> float | None:
+    """Return the time per output token of the longest sequence; None before the second token."""
+    most = max((each.num_tokens for each in generation.outputs), default=0)
+    first_at, last_at = generation.first_at, generation.last_at
+    if first_at is None or last_at is None or most < 2:
+        return None
+    return (last_at - first_at) / (most - 1)

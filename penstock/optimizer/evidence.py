@@ -4,6 +4,7 @@ made. `versions` writes it; the server reads the SLO from it."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,10 @@ from penstock.errors import StorageFull
 from penstock.optimizer import workspace
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, ServedMeasurement
+from penstock.optimizer.simulate import TimeTable
 from penstock.repository import layout, versions
 from penstock.repository import manifest as manifests
+from penstock.serving.input_statistics import KEY
 
 CALIBRATION = "calibration.json"
 # Outcomes of versions that keep their SLO; "met" was written before 2026-11.
@@ -78,16 +81,19 @@ def evidence(build: Build, found: Optimization, run: str) -> Evidence:
         "headline": found.headline,
         "measured": _measured(after),
         GPU_MEMORY: after.gpu_memory_bytes or None if after is not None else None,
+        "batch_times": _batch_times(build, found),
         "original": _measured(found.before),
         "accuracy": found.held_out,
         "accuracy_budget": found.accuracy_budget,
         "calibration": msgspec.Raw(calibration.read_bytes()) if calibration.is_file() else None,
+        KEY: found.input_statistics or None,
         "lineage": {
             "run": run,
             "candidate": build.candidate.key,
             "source": found.source_text,
             "source_digest": found.source_digest,
             "data": found.data_text,
+            **_live(found.live_span),
             "steps": [
                 {"pass": step.pass_name, "settings": step.settings}
                 for step in build.candidate.steps
@@ -99,6 +105,20 @@ def evidence(build: Build, found: Optimization, run: str) -> Evidence:
         "created": found.created,
     }
     return msgspec.json.decode(msgspec.json.encode(made), type=Evidence)
+
+
+def _live(span: Sequence[str]) -> Evidence:
+    """Return when live data was recorded; nothing for other data."""
+    return {"live": {"from": span[0], "to": span[-1]}} if span else {}
+
+
+def _batch_times(build: Build, found: Optimization) -> TimeTable | None:
+    """Return the batch times of the chosen candidate, with as many instances as it has."""
+    key = build.candidate.model.key
+    same = [each for each in found.tries if each.candidate.model.key == key]
+    tables = [table for each in same for table in each.times]
+    fitting = [each for each in tables if each.num_instances == build.config.num_instances]
+    return next(iter(reversed(fitting or tables)), None)
 
 
 def _measured(served: ServedMeasurement | None) -> Evidence | None:

@@ -23,6 +23,7 @@ from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import LENGTHS_NAME
 from penstock.types import Array, TensorSpec
+from penstock.units import quoted
 
 # More rows do not improve ranges, but they do improve judging.
 MAX_CALIBRATION = 300
@@ -33,6 +34,8 @@ MIN_EXAMPLES = 10
 # Sizes of variable dimensions in random inputs: a sequence; sides of an image.
 SEQUENCE_LENGTHS = Lengths("uniform", (16, 128))
 SIDE_LENGTHS = Lengths("fixed", (224,))
+# Rows of live traffic: as many as the gate of a small accuracy budget needs.
+LIVE_ROWS = 5_000
 # Label of calibration rows that have none.
 NO_CLASS = -1
 
@@ -60,6 +63,8 @@ class Examples:
     text: str
     # Rows with NaN or infinity; `index` is an index of `rows`.
     non_finite: tuple[NonFinite, ...] = ()
+    # Arrival of a recording's first and last request, ISO 8601; empty for other data.
+    span: tuple[str, ...] = ()
 
 
 def open_examples(
@@ -75,7 +80,8 @@ def open_examples(
     bad = main.non_finite
     if not plan.calibration:
         split = _without_non_finite(split_examples(len(main.rows), plan.seed), bad)
-        return Examples(main.rows, main.labels, split, main.digest, _text(main, split), tuple(bad))
+        text, rows = _text(main, split), main.rows
+        return Examples(rows, main.labels, split, main.digest, text, tuple(bad), main.span)
     extra = _opened(plan, plan.calibration, form)
     num = len(main.rows)
     bad = [*bad, *(replace(each, index=num + each.index) for each in extra.non_finite)]
@@ -83,7 +89,7 @@ def open_examples(
     both = hashlib.sha256(f"{main.digest} {extra.digest}".encode()).hexdigest()
     text = f"{_text(main, split)}; calibrated with {len(split.calibration):,} of {extra.name}"
     rows = [*main.rows, *extra.rows]
-    return Examples(rows, _joined(main, extra), split, both, text, tuple(bad))
+    return Examples(rows, _joined(main, extra), split, both, text, tuple(bad), main.span)
 
 
 def signature_examples(
@@ -139,13 +145,19 @@ class _Opened:
     digest: str
     notes: list[str]
     non_finite: list[NonFinite]
+    span: tuple[str, ...] = ()
 
 
 def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
     if plan.labels in form.names:
         raise ConfigError([f"labels '{plan.labels}': is an input of the model"])
-    spec = InputSpec(path, plan.data_name, seed=plan.seed)
+    is_live = bool(plan.from_live) and path == plan.data
+    latest = LIVE_ROWS if is_live else 0
+    spec = InputSpec(path, plan.data_name, seed=plan.seed, latest=latest)
     found = read_dataset(spec, form, plan.labels, [LENGTHS_NAME])
+    if found.redacted:
+        listed = quoted(found.redacted)
+        raise ConfigError([f"{path}: redacted inputs have no values to optimise with: {listed}"])
     name, columns, notes = Path(path).name, found.columns, found.summary.notes
     # Calibration data needs no labels, but each row must have one if others do.
     if found.label_problem and (path == plan.data or found.labels is not None):
@@ -158,7 +170,10 @@ def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
         if found.labels is not None:
             notes.append("classes are the sub-folders in the order of their names")
     rows = [columns.row(index) for index in range(columns.num_examples)]
-    opened = _Opened(name, rows, found.labels, hashed, notes, list(columns.non_finite))
+    if is_live:
+        notes.insert(0, "live traffic, the latest different rows")
+    bad = list(columns.non_finite)
+    opened = _Opened(name, rows, found.labels, hashed, notes, bad, found.span)
     if LENGTHS_NAME in found.beside:
         opened.rows = rows = _cut(rows, found.beside[LENGTHS_NAME], form, name)
         datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}

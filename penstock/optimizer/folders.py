@@ -12,7 +12,7 @@ from pathlib import Path
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Build
-from penstock.repository import layout, manifest, onnx_file, pbtxt
+from penstock.repository import history, layout, manifest, onnx_file, pbtxt
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource
 from penstock.repository.python_file import local_imports
@@ -22,7 +22,7 @@ VERSION = "1"
 Place = Callable[[Path, Path], object]
 COPIED = {".txt", ".py", ".json", ".pbtxt"}
 # Files written by a commit. A version's own configuration would override that of the build.
-OF_A_COMMIT = (layout.CONFIG, manifest.NAME, "history.jsonl")
+OF_A_COMMIT = (layout.CONFIG, manifest.NAME, history.NAME)
 
 
 def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Path:

@@ -29,11 +29,6 @@ def required_rate(slo: Slo, price_per_hour: float | None) -> float:
     return max(rates)
 
 
-def cost_per_million(rate: float, price_per_hour: float) -> float:
-    """Return the cost of a million answers at this rate; infinite at rate 0."""
-    return price_per_hour / 3600 * 1e6 / rate if rate else math.inf
-
-
 def is_within_reach(predicted_rate: float, slo: Slo, price_per_hour: float | None) -> bool:
     return predicted_rate >= HOPE * required_rate(slo, price_per_hour)
 

@@ -118,6 +118,7 @@ class ModelRun(ABC, Generic[S, D]):
             command=self.command,
             out=plan.out,
             price_per_hour=plan.price_per_hour,
+            live_data=plan.data if plan.from_live else "",
             notes=outcomes.cut_notes(findings),
             tries=findings.tries,
             skipped=findings.skipped,

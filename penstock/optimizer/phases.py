@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Optimization, Phase, ServedMeasurement, try_of
+from penstock.slo import cost_per_million
 
 ARROW = " → "
 AS_SERVED = "as served: "
@@ -107,7 +108,7 @@ def _cost(
     if served is not None and served.cost_per_million is not None and not is_predicted:
         return served.cost_per_million
     price = found.price_per_hour
-    return None if price is None or not rate > 0 else goals.cost_per_million(rate, price)
+    return None if price is None or not rate > 0 else cost_per_million(rate, price)
 
 
 def _score(found: Optimization, candidate: Candidate) -> float | None:

@@ -20,6 +20,8 @@ class Plan:
     slo: Slo = Slo(())
     # Representative inputs, as in bench; empty: drawn from the signature.
     data: str = ""
+    # The recording of live traffic that `data` is; empty: it is another file.
+    from_live: str = ""
     # Input of the model for data files without names.
     data_name: str = ""
     # The array or field of the data that holds the labels; empty: none.

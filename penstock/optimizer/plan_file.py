@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import slo
+from penstock.data.recordings import is_recording
 from penstock.errors import CommandLineError, ConfigError
 from penstock.optimizer import budget
 from penstock.optimizer.plan import Plan
@@ -26,10 +27,10 @@ from penstock.repository import versions
 from penstock.repository.model_source import is_language_model, resolve
 
 # Options that are paths; in a plan file they are relative to it.
-PATHS = ("model", "data", "calibration", "out")
+PATHS = ("model", "data", "from_live", "calibration", "out")
 # Examples of required options, shown if they are missing.
 REQUIRED = {"model": "model.onnx", "slo": "p99 < 20 ms at 200/s", "out": "models"}
-TEXTS = ("model", "name", "out", "data", "data_name", "labels", "calibration")
+TEXTS = ("model", "name", "out", "data", "from_live", "data_name", "labels", "calibration")
 FUNCTIONS = {"eval": "evaluator", "preprocess": "preprocess", "postprocess": "postprocess"}
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -115,8 +116,22 @@ def make_plan(flags: Mapping[str, object], file: PlanFile | None = None) -> Plan
     problems.check()
     plan = Plan(**{"name": "", **values})
     named = plan if plan.name else replace(plan, name=default_name(plan.model))
+    if named.from_live:
+        named = _with_live_data(named, problems)
     _check(named, problems)
     return named
+
+
+def _with_live_data(plan: Plan, problems: Problems) -> Plan:
+    """Take a recording as the data: that of the model, if the folder has several."""
+    folder = Path(plan.from_live)
+    own = folder / plan.name
+    folder = own if own.is_dir() else folder
+    if plan.data:
+        problems.add("from_live", f"contradicts {problems.label('data')}; leave one of them out")
+    elif not is_recording(folder):
+        problems.add("from_live", f"{plan.from_live}: no recording of penstock serve --record")
+    return replace(plan, data=plan.data or str(folder))
 
 
 def _read_values(options: Mapping[str, object], problems: Problems) -> dict[str, Any]:
@@ -176,7 +191,7 @@ def _check_paths(plan: Plan, problems: Problems) -> None:
     if os.path.exists(plan.out) and not os.path.isdir(plan.out):
         label = problems.label("out")
         problems.of_files.append(f"{label}: {plan.out}: is a file; expected a repository's folder")
-    for key in ("data", "calibration"):
+    for key in ("data", "from_live", "calibration"):
         path = getattr(plan, key)
         if path and not os.path.exists(path):
             problems.of_files.append(f"{problems.label(key)}: {path}: no such file or folder")

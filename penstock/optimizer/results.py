@@ -16,6 +16,7 @@ from penstock.optimizer.machine import Conditions, Machine
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.simulate import TimeTable
 from penstock.profiling.results import Profile, StepTime
+from penstock.serving.input_statistics import InputStatistics
 
 # kept: became the best so far, or is part of the choice; equal: no better than the best within the
 # noise, and not simpler; slower: behind, as predicted or as measured; rejected: failed a gate;
@@ -267,6 +268,12 @@ class Optimization(msgspec.Struct):
     num_remembered: int = 0
     # The run's folder, with every build by its key; empty: not kept.
     work: str = ""
+    # Statistics of the data, which the server compares live inputs with; empty without data.
+    input_statistics: InputStatistics = {}
+    # Path of the recording that the data is; empty for other data.
+    live_data: str = ""
+    # Arrival of the first and last request of live data, ISO 8601; empty for other data.
+    live_span: tuple[str, ...] = ()
     # tensors; or text: a language model behind OpenAI's API.
     form: Literal["tensors", "text"] = "tensors"
     format: int = 1

@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.data.datasets import LABEL_NAMES, existing
 from penstock.data.files import ARRAY_SUFFIXES, read_arrays, read_rows
+from penstock.data.recordings import example_rows, is_recording, open_recording
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -26,6 +27,9 @@ def read_sent(plan: Plan) -> list[Row]:
     if not plan.data:
         return []
     path = existing(plan.data)
+    if is_recording(path):
+        rows = example_rows(open_recording(path), has_batch=True, latest=MAX_ROWS).rows
+        return [{name: _element(array) for name, array in row.items()} for row in rows]
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.is_file())[:MAX_ROWS]
         name = plan.data_name or "image"

@@ -15,13 +15,12 @@ from penstock.benchmark.results import Level
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.targets import Counters
 from penstock.config import ModelConfig
-from penstock.optimizer import goals
 from penstock.optimizer.disturbance import MIN_CALM, calm_windows
 from penstock.optimizer.endpoints import ServedEndpoint
 from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Curve, ServedMeasurement, Streams, TermVerdict, Turn
-from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term
+from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, cost_per_million
 
 
 @dataclass(slots=True)
@@ -216,7 +215,7 @@ def priced(served: ServedMeasurement, max_rate: Interval, plan: Plan) -> ServedM
         return msgspec.structs.replace(served, max_rate=max_rate)
     price = plan.price_per_hour
     ends = (max_rate.low, max_rate.value, max_rate.high)
-    low, value, high = (goals.cost_per_million(each, price) for each in ends)
+    low, value, high = (cost_per_million(each, price) for each in ends)
     # A higher rate means a lower cost.
     cost = Interval(value, min(low, high), max(low, high))
     judged = [

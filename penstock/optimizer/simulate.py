@@ -229,6 +229,9 @@ class _Nobody:
         pass
 
 
+NOBODY = _Nobody()
+
+
 @dataclass(slots=True)
 class Outcome:
     """Result of one simulated load. Latencies in the order of due times; infinite: no answer."""
@@ -237,6 +240,7 @@ class Outcome:
     num_batches: int = 0
     num_rows: int = 0
     busy_s: float = 0.0
+    num_refused: int = 0
     # More requests were late than the SLO allows: the rest was not simulated.
     is_cut: bool = False
 
@@ -269,7 +273,9 @@ class Patience:
                 self.is_over = self.is_over or each[1] < -1e-6
 
 
-class _Clock:
+class BatchClock:
+    """How long batches take."""
+
     def __init__(self, table: TimeTable, rungs: Sequence[int] = ()) -> None:
         """`rungs`: sizes that batches are padded to."""
         self._by_tokens = table.by_tokens
@@ -295,9 +301,12 @@ def _num_tokens(batch: Sequence[Request]) -> int:
 
 
 @dataclass(slots=True)
-class _Executors:
+class Executors:
+    """Instances that only take time. `num_idle` is negative while instances that were removed
+    finish their batches."""
+
     batcher: Batcher | SloBatcher
-    clock: _Clock
+    clock: BatchClock
     num_idle: int
     outcome: Outcome
     patience: Patience
@@ -310,8 +319,18 @@ class _Executors:
     @property
     def next_event(self) -> float:
         end = self.running[0][0] if self.running else math.inf
-        wake = self.batcher.wake_at if self.num_idle else self.batcher.next_expiry
+        wake = self.batcher.wake_at if self.num_idle > 0 else self.batcher.next_expiry
         return min(end, math.inf if wake is None else wake)
+
+    def resize(self, before: int, after: int, now: float) -> None:
+        """Change the number of instances; those that are removed finish their batches."""
+        self.num_idle += after - before
+        self.batcher.count_executors(after, now)
+        self.turn(now)
+
+    def run_until(self, due: float) -> None:
+        while (event := self.next_event) <= due:
+            self.turn(event)
 
     def add(self, request: Request, kind: Kind, now: float) -> None:
         request.timings.queued = now
@@ -321,7 +340,22 @@ class _Executors:
         try:
             self.batcher.add(request, kind.bucket, now)
         except Overloaded:
+            self.outcome.num_refused += 1
             self.patience.ended(request.turn, math.inf)
+
+    def arrive(self, index: int, kind: Kind, now: float) -> None:
+        """Add the request with this index."""
+        request = Request(NOBODY, (), now)
+        request.turn = index
+        self.add(request, kind, now)
+        # An SLO batcher gets a turn at each arrival: it would take a delay for a busy event loop.
+        if self.num_idle > 0 or isinstance(self.batcher, SloBatcher):
+            self.turn(now)
+
+    def finish(self) -> None:
+        """Run until nothing is queued or running."""
+        while (event := self.next_event) < math.inf:
+            self.turn(event)
 
     def turn(self, now: float) -> None:
         """Complete finished batches, refuse expired requests, and start new batches."""
@@ -337,13 +371,14 @@ class _Executors:
                 self.outcome.latencies_s[request.turn] = latency_s
                 self.patience.ended(request.turn, latency_s)
         self._refuse(now)
-        while self.num_idle and (batch := self.batcher.next(now) or []):
+        while self.num_idle > 0 and (batch := self.batcher.next(now) or []):
             self._start(batch, now)
         self._refuse(now)
 
     def _refuse(self, now: float) -> None:
         """Refuse expired requests; their latency stays infinite."""
         for request in self.batcher.expire(now):
+            self.outcome.num_refused += 1
             self.patience.ended(request.turn, math.inf)
 
     def _start(self, batch: list[Request], now: float) -> None:
@@ -366,30 +401,34 @@ def run(
     jitter: float = 0.0,
 ) -> Outcome:
     """Simulate requests due at `arrivals` (ascending) until all ended or patience is over."""
-    clock = _Clock(table, _rungs(config))
     kinds = kinds_of(set(lengths), config)
-    outcome = Outcome(np.full(len(arrivals), math.inf))
-    batcher = _make_batcher(config, clock, table.num_instances, {k.bucket for k in kinds.values()})
     patience = patience or Patience(Slo(()), len(arrivals))
-    factors = np.random.default_rng(SEED).lognormal(-(jitter**2) / 2, jitter, NUM_REQUESTS)
-    executors = _Executors(batcher, clock, table.num_instances, outcome, patience, factors)
-    sink = _Nobody()
-    # An SLO batcher gets a turn at each arrival: it would take a delay for a busy event loop.
-    is_slo = isinstance(batcher, SloBatcher)
+    executors = make_executors(table, config, len(arrivals), set(kinds.values()), jitter)
+    executors.patience, outcome = patience, executors.outcome
     for index, (due, length) in enumerate(zip(arrivals, lengths, strict=True)):
-        while (event := executors.next_event) <= due:
-            executors.turn(event)
-        request = Request(sink, (), due)
-        request.turn = index
-        executors.add(request, kinds[length], due)
-        if executors.num_idle or is_slo:
-            executors.turn(due)
+        executors.run_until(due)
+        executors.arrive(index, kinds[length], due)
         if patience.is_over:
             outcome.is_cut = True
             return outcome
-    while (event := executors.next_event) < math.inf:
-        executors.turn(event)
+    executors.finish()
     return outcome
+
+
+def make_executors(
+    table: TimeTable,
+    config: ModelConfig,
+    num_requests: int,
+    kinds: Collection[Kind],
+    jitter: float = 0.0,
+) -> Executors:
+    """Make the instances of a table, with the batcher that the server would have."""
+    clock = BatchClock(table, _rungs(config))
+    outcome = Outcome(np.full(num_requests, math.inf))
+    batcher = _make_batcher(config, clock, table.num_instances, {kind.bucket for kind in kinds})
+    factors = np.random.default_rng(SEED).lognormal(-(jitter**2) / 2, jitter, NUM_REQUESTS)
+    patience = Patience(Slo(()), num_requests)
+    return Executors(batcher, clock, table.num_instances, outcome, patience, factors)
 
 
 def _rungs(config: ModelConfig) -> list[int]:
@@ -399,7 +438,7 @@ def _rungs(config: ModelConfig) -> list[int]:
 
 
 def _make_batcher(
-    config: ModelConfig, clock: _Clock, num_instances: int, buckets: set[int]
+    config: ModelConfig, clock: BatchClock, num_instances: int, buckets: set[int]
 ) -> Batcher | SloBatcher:
     """Make the batcher as the server does, with the times that it would measure at warm-up."""
     policy = config.batching
@@ -415,7 +454,7 @@ def _make_batcher(
     return batcher
 
 
-def _warm_s(clock: _Clock, policy: BatchPolicy, bucket: int, num_rows: int) -> float:
+def _warm_s(clock: BatchClock, policy: BatchPolicy, bucket: int, num_rows: int) -> float:
     """Return a warm-up time: rows as long as their bucket, within the batch's token budget."""
     if not clock.is_by_tokens:
         return clock.batch_s(bucket, num_rows)
@@ -488,14 +527,14 @@ def _is_kept(slo: Slo, latencies_s: Array) -> bool:
 
 def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
     """Return the upper limit of the rate for any batcher: batches of the best size."""
-    row_s = _best_row_s(_Clock(as_served(table, config, 0.0)), config, lengths)
+    row_s = _best_row_s(BatchClock(as_served(table, config, 0.0)), config, lengths)
     num_instances = table.num_instances
     # The rate at which rows and server together use all cores.
     shared = (num_instances + table.num_free_cores) / (row_s + _request_cpu_s(config))
     return min(num_instances / row_s, shared, 1 / CORE_S)
 
 
-def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
+def _best_row_s(clock: BatchClock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
     """Return the mean time per row in batches of the best size."""
     policy = config.batching
     kinds = kinds_of(lengths, config)

@@ -24,6 +24,7 @@ from penstock.config import (
     Padding,
     Postprocess,
     Preprocess,
+    RecordPolicy,
 )
 from penstock.errors import BackendFailed, ConfigError, describe_error
 from penstock.optimizer import folders, pretrained_steps, sent, torch_source, trials, user_code
@@ -74,6 +75,8 @@ class Subject:
     text: str
     # Largest batch that the model's author allows; None if the limit was chosen here.
     max_rows: int | None = None
+    # How the original's requests are recorded; its trials are not.
+    record: RecordPolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class ImportedModel:
     # In addition to the kind: copied files, the architecture.
     note: str = ""
     max_rows: int | None = None
+    record: RecordPolicy | None = None
 
 
 def open_subject(plan: Plan, target: Path) -> Subject:
@@ -117,7 +121,8 @@ def open_subject(plan: Plan, target: Path) -> Subject:
         config = _postprocessed(plan, Build(Candidate(), target, config), after)
     build = Build(Candidate(), target, config)
     text = ", ".join(filter(None, (taken.kind, describe_weights(build), *notes)))
-    return Subject(build, taken.kind, digest_of(target), text, taken.max_rows)
+    digest = digest_of(target)
+    return Subject(build, taken.kind, digest, text, taken.max_rows, taken.record)
 
 
 def _functions(plan: Plan) -> tuple[UserFunction | None, UserFunction | None]:
@@ -185,8 +190,10 @@ def _take_served(model: ModelSource, version: Path) -> ImportedModel:
             shutil.copyfile(shared, version / spec.label_file)
     batching = replace(config.batching, slo_latency_s=None)
     limit = _author_limit(folder, config)
+    record = config.record
     config = replace(config, slo="", is_slo_from_evidence=False, unkept_slo="", batching=batching)
-    return ImportedModel(f"{SERVED} {config.version}", config, max_rows=limit)
+    config = replace(config, record=None)
+    return ImportedModel(f"{SERVED} {config.version}", config, max_rows=limit, record=record)
 
 
 def _author_limit(folder: Path, config: ModelConfig) -> int | None:

@@ -18,6 +18,7 @@ from penstock.optimizer.conclusion import TensorConclusion
 from penstock.optimizer.evaluator import Evaluator
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
 from penstock.optimizer.findings import Findings
+from penstock.optimizer.input_record import statistics_of
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.model_run import ModelRun
 from penstock.optimizer.progress import ProgressReporter, stages_of
@@ -68,6 +69,7 @@ class TensorRun(ModelRun[Subject, Examples]):
             found = self.record(subject, data, findings)
             TensorConclusion(evaluator, search, found).conclude()
             build = without_promise(_as_committed(evaluator, found), found)
+            _describe_inputs(evaluator, build, found)
             _keep_chosen(evaluator, search, build, found)
         found.elapsed_s = budget.elapsed_s
         return found, build
@@ -89,6 +91,18 @@ def _search(evaluator: Evaluator, search: Search) -> None:
         raise KeyboardInterrupt
 
 
+def _describe_inputs(evaluator: Evaluator, build: Build, found: Optimization) -> None:
+    """Add the statistics of the data, which the server compares live inputs with."""
+    examples = evaluator.run.examples
+    if examples is None:
+        return
+    found.live_span = examples.span if evaluator.run.plan.from_live else ()
+    try:
+        found.input_statistics = statistics_of(build.config, examples.rows)
+    except PenstockError as error:
+        found.notes.append(f"live inputs will not be compared with the data: {error}")
+
+
 def _keep_chosen(evaluator: Evaluator, search: Search, build: Build, found: Optimization) -> None:
     repeated = "each start of the version repeats the timing of its matmuls"
     try:
@@ -106,6 +120,8 @@ def _as_committed(evaluator: Evaluator, found: Optimization) -> Build:
     """Return the build to commit: batching is off in its file if rows must not share a batch. Our
     server detects that itself; others follow the file."""
     build = evaluator.builder.build(found.chosen or Candidate())
+    # Trials are not recorded; the version is, if the original was.
+    build = replace(build, config=replace(build.config, record=evaluator.run.subject.record))
     config = build.config
     if not config.batching.is_dynamic or not evaluator.inspector.facts(build).batching_problem:
         return build

@@ -172,6 +172,10 @@ class Channel:
             raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
         self._sock.send(data)
 
+    def send_now(self, data: bytes) -> None:
+        """Send a datagram if the socket has room; BlockingIOError if it has none."""
+        self._sock.send(data, socket.MSG_DONTWAIT)
+
     def close(self) -> None:
         self._sock.close()
 

@@ -7,10 +7,13 @@ process that decided; `--log-level` does not silence them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from penstock.errors import BackendFailed, Cancelled, PenstockError
 from penstock.protocols import access_log
@@ -18,6 +21,9 @@ from penstock.protocols.http_errors import Refusal, logged_status
 from penstock.protocols.route import Match
 from penstock.protocols.route_table import RPC_ROUTES
 from penstock.serving.management import ManagementApi, ManagementCall
+from penstock.types import Buffer
+from penstock.wire import json_errors
+from penstock.wire.version_rows import PromoteBody
 
 log = logging.getLogger("penstock.audit")
 log.setLevel(logging.INFO)
@@ -31,12 +37,13 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True)
 class AdminCall:
     """An administrative request; `caller` is the name from `Gate.caller_name`, `model` may be a
-    region instead."""
+    region instead, `version` is the one to promote."""
 
     protocol: str
     caller: str
     action: str
     model: str = ""
+    version: str = ""
 
 
 def record(call: AdminCall, error: Refusal | None = None) -> None:
@@ -45,6 +52,7 @@ def record(call: AdminCall, error: Refusal | None = None) -> None:
         "caller": call.caller,
         "action": call.action,
         "model": call.model,
+        "version": call.version[:MAX_TEXT],
         "result": logged_status(call.protocol, error),
         "reason": str(error or "")[:MAX_TEXT],
     }
@@ -57,8 +65,13 @@ def record_refusal(match: Match, caller: str, error: Refusal) -> None:
         record(http_call(match, caller), error)
 
 
-def http_call(match: Match, caller: str) -> AdminCall:
-    return AdminCall("http", caller, match.route.handler, match.model_name or match.region)
+def http_call(match: Match, caller: str, body: Buffer = b"") -> AdminCall:
+    version = ""
+    if match.route.body is PromoteBody:
+        with contextlib.suppress(*json_errors.UNREADABLE):  # The handler refuses it.
+            version = str(msgspec.json.decode(body, type=PromoteBody).version)
+    name = match.model_name or match.region
+    return AdminCall("http", caller, match.route.handler, name, version)
 
 
 async def record_answer(call: AdminCall, answer: Awaitable[Result]) -> Result:

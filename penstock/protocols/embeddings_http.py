@@ -27,6 +27,7 @@ from penstock.protocols.text_answers import counted
 from penstock.serving.model_table import ModelTable
 from penstock.serving.padding import bf16_floats
 from penstock.serving.served import Served
+from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import (
     CANCELLED,
     Array,
@@ -68,7 +69,7 @@ class EmbeddingsHttp:
 
     def handle(self, exchange: Exchange) -> None:
         asked = read_embeddings(exchange.body)
-        model = self._catalog.find(asked.model)
+        model, split = self._catalog.choose(asked.model, "", exchange.head.headers)
         with counted(model, exchange.received):
             texts = [each for each in asked.input if isinstance(each, str)]
             if len(texts) < len(asked.input):
@@ -78,7 +79,7 @@ class EmbeddingsHttp:
             if asked.dimensions is not None and 0 < size < asked.dimensions:
                 text = f"dimensions is {asked.dimensions}; expected at most {size}"
                 raise InvalidRequest(text, "dimensions")
-        answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged)
+        answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged, split)
         exchange.abandon = answer.abandon
         answer.begin(texts)
 
@@ -158,6 +159,7 @@ class EmbeddingsAnswer:
     _asked: EmbeddingsBody
     _embedder: Embedder
     _is_logged: bool
+    _split: TrafficSplit | None = None
     _requests: list[Request] = field(default_factory=list)
     _num_submitted: int = 0
     # Keyed by the `id()` of their request.
@@ -175,6 +177,8 @@ class EmbeddingsAnswer:
         for request in self._requests:
             if not self._is_over:
                 self._num_submitted += 1
+                if self._split is not None:
+                    self._split.watch(request, self._model)
                 self._model.submit(request)
 
     def abandon(self) -> None:

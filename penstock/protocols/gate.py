@@ -3,7 +3,7 @@
 API keys (`key_file`) carry scopes; health checks need none. Without a key file,
 everything that the server was started with is allowed. `hosts` restricts the Host header of HTTP
 requests on a loopback address, so that a web page cannot reach the server through another name
-(DNS rebinding).
+(DNS rebinding). Without keys, changes that pages of other origins ask for are refused (CSRF).
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class Gate:
         if method not in methods:
             text = f"{short_path(head)} takes {' or '.join(methods)}, not {method}"
             raise WrongHead(405, text, f"Allow: {', '.join(methods)}\r\n".encode())
+        if match.route.is_audited and method == "POST":
+            self.check_origin(head.headers)
         return match
 
     def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
@@ -128,6 +130,18 @@ class Gate:
         name = "" if match is None else match["address"] or match["name"]
         if name.lower() not in self.hosts:
             raise NotAllowed(f"Host '{text}' is not served here; add it with --allow-host")
+
+    def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raise NotAllowed for a change that a web page of another origin asks for. Browsers name
+        the page's origin in such requests; they cannot add a key, so with keys nothing is checked.
+        A proxy that changes Host must pass it on as X-Forwarded-Host, which pages cannot set."""
+        origin = headers.get(b"origin")
+        if self.keys is not None or origin is None:
+            return
+        own = {headers.get(name, b"").lower() for name in (b"host", b"x-forwarded-host")} - {b""}
+        if origin.lower().partition(b"://")[2] not in own:
+            text = origin[:MAX_PATH].decode("latin-1")
+            raise NotAllowed(f"Origin '{text}': changes are allowed from this server's pages only")
 
     def check_keys(self, headers: Mapping[bytes, bytes], what: str = "header") -> None:
         """Raise InvalidRequest for a key that is given twice, which is ambiguous. Repeated keys are

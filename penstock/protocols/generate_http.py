@@ -49,6 +49,7 @@ class GenerateHttp:
                 id=asked.id,
                 is_logged=self._is_logged,
                 echoed=[asked.text] if asked.is_echoed else (),
+                asked=[{"prompt": asked.text}],
             )
             call.tokenize([asked.text])
 

@@ -6,8 +6,10 @@ Owns the tasks, the handlers of the management API, and the metrics port.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -22,8 +24,12 @@ from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.types import Buffer, Parameter
 from penstock.wire import json_errors
 from penstock.wire.documented import CudaRegionBody, IndexBody, LoadBody, SystemRegionBody
+from penstock.wire.version_rows import PromoteBody, PruneBody, RollbackBody
 
 JSON = "application/json"
+# A client of a stream that has not read as much is disconnected. With several shards, the limit of
+# its shard holds instead.
+MAX_BEHIND_BYTES = 1 << 20
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -45,8 +51,11 @@ class Reply:
     content_type: str = JSON
     # Additional headers, each with its line end.
     headers: bytes = b""
+    # Instead of `body`: parts that are sent as they come, until there are no more.
+    stream: AsyncGenerator[bytes] | None = None
 
 
+Schema = TypeVar("Schema", bound=msgspec.Struct)
 RouteHandler = Callable[[RouteCall], Awaitable[Reply]]
 
 
@@ -77,15 +86,38 @@ class HandlerTasks:
         except Exception:  # Keep serving.
             exchange.reply_bug()
         else:
-            headers = f"Content-Type: {reply.content_type}\r\n".encode() if reply.body else b""
-            exchange.reply(reply.status, headers + reply.headers, (reply.body,))
+            has_body = reply.body or reply.stream
+            headers = f"Content-Type: {reply.content_type}\r\n".encode() if has_body else b""
+            if reply.stream is not None:
+                await _stream(exchange, headers + reply.headers, reply.stream)
+            else:
+                exchange.reply(reply.status, headers + reply.headers, (reply.body,))
+
+
+async def _stream(exchange: Exchange, headers: bytes, parts: AsyncGenerator[bytes]) -> None:
+    """Send the parts as they come. A client that reads too slowly is disconnected."""
+    async with aclosing(parts):
+        exchange.start_stream(200, headers)
+        try:
+            async for part in parts:
+                if exchange.is_finished or exchange.head.method == b"HEAD":
+                    break
+                if exchange.num_unsent > MAX_BEHIND_BYTES:
+                    exchange.abort()
+                    return
+                exchange.stream(part)
+        except Exception:  # Keep serving.
+            exchange.reply_bug()
+        else:
+            exchange.end_stream()
 
 
 def with_audit(handler: RouteHandler, caller: str) -> RouteHandler:
     """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
-        return await audit_log.record_answer(audit_log.http_call(call.match, caller), handler(call))
+        admin = audit_log.http_call(call.match, caller, call.body)
+        return await audit_log.record_answer(admin, handler(call))
 
     return run
 
@@ -109,16 +141,22 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
     return {**own, **dict.fromkeys(MISSING, refuse), "metrics": metrics}
 
 
+def decode_body(data: Buffer, schema: type[Schema]) -> Schema:
+    """Decode the JSON of a request; an empty body counts as an empty object."""
+    try:
+        return msgspec.json.decode(data or b"{}", type=schema)
+    except json_errors.UNREADABLE as error:
+        text = json_errors.explain(data, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+
+
 def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
-    """Decode the JSON object of a request; an empty body counts as an empty object."""
+    """Return the parameters of a management call, from its path and its JSON."""
     schema, region = call.match.route.body, call.match.region
     if schema is None:
-        return {"region": region} if region else {}
-    try:
-        body = msgspec.json.decode(call.body or b"{}", type=schema)
-    except json_errors.UNREADABLE as error:
-        text = json_errors.explain(call.body, error)
-        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+        names = call.match.names
+        return {key: names[key] for key in names if key not in ("name", "version")}
+    body = decode_body(call.body, schema)
     match body:
         case IndexBody():
             return {"ready": body.ready}
@@ -130,6 +168,8 @@ def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
         case CudaRegionBody():
             place = {"device_id": body.device_id, "byte_size": body.byte_size}
             return {"region": region, "raw_handle": body.raw_handle.b64, **place}
+        case PromoteBody() | RollbackBody() | PruneBody():
+            return msgspec.structs.asdict(body)
     return {}
 
 

@@ -131,6 +131,11 @@ class Exchange:
         else:
             self._connection.write(data)
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes of a stream that the client has not read yet; 0 if a shard has the connection."""
+        return self._connection.num_unsent
+
     def leave(self) -> None:
         self.is_finished = True
         if self.abandon is not None:

@@ -289,12 +289,11 @@ class MessageReader:
             raise self._refusal
         if self.has_head:
             return  # Ignore trailers.
-        if name in self._headers and name in _ONCE:
-            self._refuse(400, f"the header {name.decode('latin-1')} is given twice")
-        if name in self._headers and name in CREDENTIALS:
-            # For the gate, which refuses them; no value of a header holds a line feed.
-            value = self._headers[name] + b"\n" + value
-        self._headers[name] = value
+        try:
+            add_header(self._headers, name, value)
+        except Rejection as refusal:
+            self._refusal = refusal
+            raise
 
     def on_headers_complete(self) -> None:
         headers = self._headers
@@ -310,8 +309,8 @@ class MessageReader:
         if b"host" not in headers and version != "1.0":
             self._refuse(400, "the Host header is missing")
         head = MessageHead(self._parser.get_method(), self._path_and_query(), headers)
-        if b"%" in head.path and _CONTROL.search(head.path):
-            self._refuse(400, "the path contains an encoded control character")
+        if text := check_path(head.path):
+            self._refuse(400, text)
         head.is_http_1_0 = version == "1.0"
         head.keep_alive = self._parser.should_keep_alive()
         length = headers.get(b"content-length")
@@ -403,9 +402,32 @@ class MessageReader:
         self._refusal = Rejection(status, text, head)
         raise self._refusal
 
-    def _refuse_body(self, head: MessageHead) -> None:
-        limit = self._limits.max_body_bytes
-        self._refuse(413, f"the request body is larger than {limit} bytes (--max-body-bytes)", head)
+    def _refuse_body(self, head: MessageHead) -> NoReturn:
+        self._refusal = body_refusal(self._limits, head)
+        raise self._refusal
+
+
+def add_header(headers: dict[bytes, bytes], name: bytes, value: bytes) -> None:
+    """Add a header under its lower-case name. Rejection for a second one that must not repeat."""
+    if name in headers and name in _ONCE:
+        raise Rejection(400, f"the header {name.decode('latin-1')} is given twice")
+    if name in headers and name in CREDENTIALS:
+        # For the gate, which refuses them; no value of a header holds a line feed.
+        value = headers[name] + b"\n" + value
+    headers[name] = value
+
+
+def check_path(path: bytes) -> str:
+    """Return why a normalized path is refused; empty if it is not."""
+    has_control = b"%" in path and _CONTROL.search(path)
+    return "the path contains an encoded control character" if has_control else ""
+
+
+def body_refusal(limits: HttpLimits, head: MessageHead) -> Rejection:
+    """Return the refusal of a body that is too large."""
+    limit = limits.max_body_bytes
+    text = f"the request body is larger than {limit} bytes (--max-body-bytes)"
+    return Rejection(413, text, head)
 
 
 def normalize_path(path: bytes) -> bytes:

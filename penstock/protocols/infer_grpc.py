@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class InferTarget(ReplySink, Protocol):
     @property
     def is_over(self) -> bool:
         """Nobody waits for an answer."""
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        """The metadata of its call."""
 
     def refuse(self, error: PenstockError) -> None: ...
 
@@ -118,6 +122,9 @@ class InferRpcs:
                 name, version = form.model_name, form.model_version
                 self._count(caller, received, name, version, refusal)
             model = self._table.find(name, version)
+            split = None
+            if self._table.splits:
+                model, split = self._table.choose(name, version, target.headers)
             try:
                 if self._lifecycle.is_draining:
                     raise NotReady(SHUTTING_DOWN)
@@ -134,13 +141,19 @@ class InferRpcs:
             raise
         request.caller = caller
         if request.uses_regions and not isinstance(model, Model):
-            try:
-                read_regions(request, self._table.regions)
-            except PenstockError as error:
-                model.refused(error, received)
-                raise
+            self._read_regions(request, model)
         target.model, target.request = model, request
+        if split is not None:
+            split.watch(request, model)
         model.submit(request)
+
+    def _read_regions(self, request: Request, model: Served) -> None:
+        """Read the inputs that are in clients' memory, for a model that knows no regions."""
+        try:
+            read_regions(request, self._table.regions)
+        except PenstockError as error:
+            model.refused(error, request.timings.received)
+            raise
 
     def _count(
         self, caller: bytes, received: float, name: str, version: str, refusal: QuotaExceeded | None
@@ -181,6 +194,10 @@ class InferOnce(UnaryCall):
         self.id = ""
         self.model: Served | None = None
         self.request: Request | None = None
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        return self.stream.head.headers
 
     def run(self, data: Buffer) -> None:
         self._rpcs.submit(data, self, self.head.caller, self.server.now())
@@ -227,6 +244,10 @@ class StreamedInfer:
     @property
     def is_over(self) -> bool:
         return self._stream.is_over
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        return self._stream.stream.head.headers
 
     def start(self, data: Buffer) -> None:
         stream = self._stream

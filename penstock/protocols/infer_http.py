@@ -25,11 +25,14 @@ class InferCall:
     """An inference call as its message head describes it. Cached on the head (`MessageHead.note`),
     which is the same object for identical heads."""
 
-    __slots__ = ("accepts", "caller", "json_bytes", "model_name", "model_version", "wants_timing")
+    __slots__ = (
+        "accepts", "caller", "headers", "json_bytes", "model_name", "model_version", "wants_timing",
+    )  # fmt: skip
 
     def __init__(self, match: Match, headers: Mapping[bytes, bytes]) -> None:
         self.model_name = match.model_name
         self.model_version = match.model_version
+        self.headers = headers
         self.json_bytes: int | None = None
         # As in `Request.caller`.
         self.caller = b""

@@ -11,8 +11,10 @@ queue_share = 0.25            # of the requests that one model may hold
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +22,14 @@ from penstock.errors import ConfigError
 from penstock.protocols.gate import SCOPES, Keys, digest_secret
 from penstock.serving.quotas import Quota
 
+log = logging.getLogger("penstock.keys")
+# Interval between checks of the file.
+WATCH_S = 1.0
 EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
+UNREADABLE = (
+    "--api-keys needs a TOML file there that the server can read (in a container: mounted), with "
+    f"for each key\n{EXAMPLE}"
+)
 MIN_SECRET = 16
 # All keys go to a shard in one frame.
 MAX_KEYS = 4096
@@ -45,6 +54,25 @@ class KeyFile:
         return None if file_stamp(self._path) == self._stamp else self.read()
 
 
+async def watch_keys(
+    key_file: KeyFile, check: Callable[[Keys], None], use: Callable[[Keys], None]
+) -> None:
+    """Give the keys to `use` whenever the file changes. If it cannot be read, or `check` raises
+    ConfigError, the current keys stay."""
+    while True:
+        await asyncio.sleep(WATCH_S)
+        try:
+            keys = await asyncio.to_thread(key_file.read_if_changed)
+            if keys is not None:
+                check(keys)
+        except ConfigError as error:
+            log.error("the API keys stay as they are: %s", error)
+            continue
+        if keys is not None:
+            use(keys)
+            log.info("API keys reloaded: %d", len(keys.scopes))
+
+
 def file_stamp(path: Path) -> tuple[int, ...] | None:
     """Return a stamp that changes with the file's content; None if the file is missing."""
     try:
@@ -59,7 +87,7 @@ def read_keys(path: Path) -> Keys:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}"]) from None
+        raise ConfigError([f"{path}: {error.strerror}; {UNREADABLE}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: {error}"]) from None
     except RecursionError:

@@ -103,12 +103,14 @@ class OpenAiHttp:
         form = CompletionForm(_new_id("cmpl"), int(time.time()), asked.model, asked.has_usage)
         echoed = asked.prompts if asked.is_echoed else ()
         call = self._generate_call(exchange, asked, form, "prompt", echoed)
+        call.asked = [{"prompt": each} for each in asked.prompts]
         call.tokenize(asked.prompts, is_whole=asked.has_special_tokens)
 
     def _chats(self, exchange: Exchange) -> None:
         asked = read_chat(exchange.body)
         form = ChatForm(_new_id("chatcmpl"), int(time.time()), asked.model, asked.has_usage)
         call = self._generate_call(exchange, asked, form, "messages")
+        call.asked = [{"messages": asked.messages}]
         call.tokenize_chat(asked.messages, asked.template_options)
 
     def _generate_call(

@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.errors import Unsupported
+from penstock.operate.rollout_state import RolloutState
 from penstock.protocols.route import Body, Methods, Route, RouteTable, Scope
 from penstock.serving.explain import Explanation
 from penstock.wire import documented as doc
+from penstock.wire import live
 from penstock.wire import openai_prompts as openai
+from penstock.wire import version_rows as rows
 from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_v1 import ChatBody
 
@@ -59,11 +62,21 @@ _PAGES = [
     replace(_START, media="text/html"),
     _asset("/docs", "Description of the API, to read", "text/html"),
     _get("/openapi.json", "open", "openapi", "Description of the API", JsonObject),
+    _asset("/dashboard", "Live figures of models, and changes", "text/html"),
+    _asset("/dashboard/common.js", "Script of all pages", "text/javascript"),
     _asset("/dashboard/app.js", "Script of the start page", "text/javascript"),
+    _asset("/dashboard/charts.js", "Charts of the dashboard", "text/javascript"),
+    _asset("/dashboard/versions.js", "Versions on the dashboard", "text/javascript"),
+    _asset("/dashboard/live.js", "Script of the dashboard", "text/javascript"),
+    _asset("/dashboard/live.css", "Style of the dashboard", "text/css"),
     _asset("/dashboard/docs.js", "Script of /docs", "text/javascript"),
     _asset("/dashboard/style.css", "Style of the pages", "text/css"),
     _get("/dashboard/state", "infer", "state", "Models, their state and example calls",
          doc.ServerState),
+    Route(GET, "/dashboard/events", "metrics", "events", "Live figures, as a stream of events",
+          media="text/event-stream"),
+    Route(POST, "/dashboard/what-if", "metrics", "what_if", "Predicted latency at another rate",
+          live.WhatIfBody, live.WhatIfAnswer),
 ]  # fmt: skip
 _HEALTH = [
     _get("/v2/health/live", "open", "live", "Whether the server runs", doc.LiveAnswer,
@@ -114,6 +127,26 @@ _REPOSITORY = [
         ("models/{name}/unload", "unload", "Unload a model", doc.UnloadBody, None, "ModelUnload"),
     )
 ]  # fmt: skip
+_IN_REPOSITORY = "/v2/repository/models/{name}/"
+# Versions of a model on disk.
+_VERSIONS = [
+    replace(_admin(methods, _IN_REPOSITORY + path, handler, summary), body=body, answer=answer)
+    for methods, path, handler, summary, body, answer in (
+        (GET, "versions", "versions", "Versions of a model and their evidence", None,
+         list[rows.VersionRow]),
+        (GET, "history", "history", "What was done to the versions of a model", None,
+         list[rows.HistoryEvent]),
+        (GET, "diff/{a}/{b}", "diff", "How two versions differ", None, rows.VersionDiff),
+        (POST, "promote", "promote", "Serve a version whose evidence is good", rows.PromoteBody,
+         rows.HistoryEvent),
+        (POST, "rollback", "rollback", "Serve the version from before the last promotion",
+         rows.RollbackBody, rows.HistoryEvent),
+        (GET, "rollout", "rollout", "How the rollout of a model stands", None, RolloutState),
+        (POST, "verify", "verify", "Compare the versions of a model with their manifests", None,
+         list[rows.VerifyRow]),
+        (POST, "prune", "prune", "Remove old versions", rows.PruneBody, rows.PruneAnswer),
+    )
+]  # fmt: skip
 
 
 def _shared_memory(kind: str, body: Body, row: object) -> list[Route]:
@@ -157,6 +190,7 @@ ROUTES: tuple[Route, ...] = (
     *_MODELS,
     *(replace(row, path=row.path.replace(MODEL, VERSION), rpcs=()) for row in _MODELS),
     *_REPOSITORY,
+    *_VERSIONS,
     *_shared_memory("system", doc.SystemRegionBody, list[doc.SystemRegionRow]),
     *_shared_memory("cuda", doc.CudaRegionBody, list[doc.CudaRegionRow]),
     *_OPENAI,

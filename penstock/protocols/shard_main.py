@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import uvloop
 
@@ -46,6 +47,7 @@ from penstock.serving.core_link import EngineCore, EnginePart
 from penstock.serving.leases import IDLE_S
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.model_table import ModelTable
+from penstock.serving.recording_files import RingPlace
 from penstock.serving.served import Served
 from penstock.serving.shard import Shard
 from penstock.serving.shared_page import Heartbeat
@@ -213,6 +215,9 @@ def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
         return model, model.part
 
     shard = Shard(core.send, core.page, settings.shard, make_text)
+    recorders = shard.table.recorders
+    recorders.folder = Path(settings.record_folder) if settings.record_folder else None
+    recorders.place = RingPlace(settings.shard, settings.num_shards)
     return shard
 
 

@@ -21,7 +21,7 @@ class TensorBody:
 
     def __init__(self, codec: Codec, model: Model, json_bytes: int, num_bytes: int) -> None:
         self._codec = codec
-        self._model = model
+        self.model = model
         self._json = bytearray(json_bytes)
         self._num_bytes = num_bytes
         self.num_received = 0
@@ -55,7 +55,7 @@ class TensorBody:
         found = self._codec.find_form(json, num_tail)
         if found is not None:
             self._id, self._form = found
-            self.reservation = self._model.reserve(self._form)
+            self.reservation = self.model.reserve(self._form)
         self._part = self._start = 0
         if self.reservation is not None:
             self._parts = self.reservation.views
@@ -67,7 +67,7 @@ class TensorBody:
     def request(self, model: Servable, sink: ReplySink, received: float) -> Request:
         """Return the complete request. The model may have been replaced while it was received."""
         assert self._form is not None and self.reservation is not None
-        if model is not self._model:
+        if model is not self.model:
             self.reservation.move_out()
         return self._form.fill_parts(self._id, self.reservation.views, sink, received)
 

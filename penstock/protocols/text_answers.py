@@ -145,6 +145,8 @@ class GenerateCall(TextCall):
     id: str = ""
     # Prompts that precede their answers; empty: none.
     echoed: Sequence[str | list[int]] = ()
+    # Each prompt as the client sent it, for recordings.
+    asked: Sequence[Mapping[str, object]] = ()
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -175,6 +177,7 @@ class GenerateCall(TextCall):
             sink = PromptSink(answer, number, echo)
             generation = model.new_generation(prompt, params, sink)
             generation.arrived, generation.caller = exchange.received, exchange.caller
+            generation.asked = self.asked[number] if self.asked else None
             answer.generations.append(generation)
         first, *others = (each.request for each in answer.generations)
         first.num_following = sum(len(each.tokens) for each in others)

@@ -90,26 +90,10 @@ class GrpcService:
 
     def _ask(self, method: Proto) -> Answer:
         """Return the implementation of a method that the management API answers."""
-        action = RPC_ROUTES[INFERENCE + method.name].handler
-        request_type, answer_type = map(GetMessageClass, (method.input_type, method.output_type))
+        rpc = ManagementRpc(method)
 
         async def answer(call: GrpcCall, data: Buffer) -> Proto:
-            message = parse(request_type, bytes(data))
-            if action in MISSING:
-                raise unsupported(action)
-            asked = ManagementCall(action, *_arguments(message), call.head.caller)
-            try:
-                body = await self._manage(asked, call.head.caller)
-            except (NotFound, NotReady):
-                if action not in ("ready", "model_ready"):
-                    raise
-                return answer_type(ready=False)
-            if (field := FIELDS.get(method.name)) is not None:
-                body = b'{"%b":%b}' % (field, body)
-            elif action in REGION_LISTS:
-                rows = {row["name"]: row for row in msgspec.json.decode(body)}
-                body = msgspec.json.encode({"regions": rows})
-            return json_format.Parse(body or b"{}", answer_type(), ignore_unknown_fields=True)
+            return await rpc.answer(data, self._manage, call.head.caller)
 
         return answer
 
@@ -157,6 +141,35 @@ class GrpcService:
         except NotReady:
             return health_pb.NOT_SERVING
         return health_pb.NOT_SERVING if self._is_draining.is_set() else health_pb.SERVING
+
+
+class ManagementRpc:
+    """A method of the service that the management API answers, whatever carries its messages."""
+
+    def __init__(self, method: Proto) -> None:
+        self._name = method.name
+        self._action = RPC_ROUTES[INFERENCE + method.name].handler
+        types = map(GetMessageClass, (method.input_type, method.output_type))
+        self._request_type, self._answer_type = types
+
+    async def answer(self, data: Buffer, manage: Manages, caller: bytes) -> Proto:
+        action = self._action
+        message = parse(self._request_type, bytes(data))
+        if action in MISSING:
+            raise unsupported(action)
+        asked = ManagementCall(action, *_arguments(message), caller)
+        try:
+            body = await manage(asked, caller)
+        except (NotFound, NotReady):
+            if action not in ("ready", "model_ready"):
+                raise
+            return self._answer_type(ready=False)
+        if (field := FIELDS.get(self._name)) is not None:
+            body = b'{"%b":%b}' % (field, body)
+        elif action in REGION_LISTS:
+            rows = {row["name"]: row for row in msgspec.json.decode(body)}
+            body = msgspec.json.encode({"regions": rows})
+        return json_format.Parse(body or b"{}", self._answer_type(), ignore_unknown_fields=True)
 
 
 REGION_MESSAGES = tuple(

@@ -37,6 +37,7 @@ from penstock.serving.model import Model
 from penstock.serving.model_table import ModelTable
 from penstock.serving.regions import read_regions
 from penstock.serving.served import Served
+from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import Request
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
@@ -123,6 +124,8 @@ class LocalInference:
             return None
         try:
             model = self._catalog.find(call.model_name, call.model_version)
+            if self._catalog.splits:
+                model, _ = self._choose(call)
         except PenstockError:
             return None  # `infer` reports it.
         if not isinstance(model, Model):
@@ -131,6 +134,9 @@ class LocalInference:
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)
+        split = None
+        if self._catalog.splits:
+            model, split = self._choose(call, exchange.long)
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
             if self._lifecycle.is_draining:
@@ -151,10 +157,23 @@ class LocalInference:
             self._read_regions(request, model, exchange)
         sink.request = request
         exchange.abandon = sink.abandon
+        if split is not None:
+            split.watch(request, model)
         if long is None or not isinstance(model, Model):
             model.submit(request)
         else:
             model.submit(request, long.reservation)
+
+    def _choose(
+        self, call: InferCall, long: LongBody | None = None
+    ) -> tuple[Served, TrafficSplit | None]:
+        """Return the version that answers and its split, if the model has one. A body that was
+        received into the memory of a version stays there."""
+        named = call.model_name, call.model_version
+        model, split = self._catalog.choose(*named, call.headers)
+        if split is not None and isinstance(long, TensorBody):
+            model = split.confirm(long.model)
+        return model, split
 
     def _read_regions(self, request: Request, model: Served, exchange: Exchange) -> None:
         """Read the inputs that are in clients' memory, for a model that knows no regions."""

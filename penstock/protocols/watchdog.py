@@ -90,7 +90,10 @@ class Watchdog:
         on_signal: Callable[[signal.Signals], None],
         stuck_s: float = STUCK_S,
         end: Callable[[int], None] = os._exit,
+        on_alive: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_alive` runs in this thread after each look at a loop that is not stuck."""
+        self._on_alive = on_alive
         self._grace = Grace(grace_s)
         self._on_signal = on_signal
         self._stuck_s = stuck_s
@@ -181,6 +184,8 @@ class Watchdog:
             self._log(logging.ERROR, f"the event loop is stuck for {silent_s:.1f} s at:\n{where}")
         if pulse.is_stuck:
             self._answer_all(silent_s)
+        else:
+            self._on_alive()
         if self._grace.is_over(now, silent_s):
             self._end_process(f"the grace period of {self._grace.grace_s:g} s is over")
 

@@ -64,6 +64,8 @@ def build_code(optimization: Optimization, candidate: Candidate) -> str:
     known = {"model": optimization.source, "name": optimization.name, "out": REBUILT}
     given = {field: flags.get(f"--{field.replace('_', '-')}") for field in PLAN_FIELDS}
     known |= {field: value for field, value in given.items() if value is not None}
+    if live := optimization.live_data:
+        known |= {"data": live, "from_live": live}
     words = [f"{field}={value!r}" for field, value in known.items()]
     words += [f"seed={flags['--seed']}"] if flags.get("--seed", "").isdecimal() else []
     return BUILD.format(steps=steps_code(candidate), plan=", ".join(words))
@@ -91,6 +93,7 @@ def bench_commands(optimization: Optimization) -> str:
     """Return commands that serve the chosen candidate and measure it as this run did."""
     flags = _flags(optimization.command)
     data = [word for name in DATA_FLAGS if name in flags for word in (name, flags[name])]
+    data += ["--data", optimization.live_data] if optimization.live_data else []
     bench = ["penstock", "bench", f"{ADDRESS}/{optimization.name}", *data]
     if optimization.form == "text":
         bench = ["penstock", "bench", TEXT_ADDRESS, "--model", optimization.name, *data, *LENGTHS]

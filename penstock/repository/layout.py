@@ -306,8 +306,9 @@ def names(path: str | os.PathLike[str]) -> list[str]:
     return [_name(root)]
 
 
-def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
-    """Read one model of a repository. The name is compared, never used as a path."""
+def read_one(path: str | os.PathLike[str], name: str, version: str = "") -> RepositoryScan:
+    """Read one model of a repository: the versions that its policy selects, or only the given one.
+    The names are compared, never used as paths."""
     root = Path(os.path.abspath(path))
     there = names(root)
     if name not in there:
@@ -316,7 +317,10 @@ def read_one(path: str | os.PathLike[str], name: str) -> RepositoryScan:
         )
     if folder_kind(root) is not ModelKind.REPOSITORY:
         return read(root)
-    return _read_all([folder for folder in _folders(root) if _name(folder) == name], root)
+    folders = [folder for folder in _folders(root) if _name(folder) == name]
+    if version and not any(version in version_folders(each) for each in folders if each.is_dir()):
+        raise NotFound(f"{name}: no such version: '{version}'")
+    return _read_all(folders, root, version)
 
 
 def flat(problems: Mapping[str, Sequence[str]]) -> list[str]:
@@ -415,7 +419,8 @@ def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
-    config = replace(config, manifest=str(path / manifests.NAME))
+    price = manifests.price_per_hour(manifest.evidence)
+    config = replace(config, manifest=str(path / manifests.NAME), price_per_hour=price)
     if promised is None or config.slo:
         return config
     if unkept := manifests.unkept(manifest.evidence):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Mapping
@@ -157,6 +158,14 @@ def unkept(evidence: Mapping[str, object]) -> str:
     no outcome. Versions from before 2026-11 say "met"."""
     outcome = evidence.get("outcome")
     return "" if outcome in KEPT else str(outcome)
+
+
+def price_per_hour(evidence: Mapping[str, object]) -> float | None:
+    """Return the price of the machine that the evidence names, if any."""
+    price = evidence.get("price_per_hour")
+    if isinstance(price, int | float) and 0 < price < math.inf:
+        return float(price)
+    return None
 
 
 def promised(evidence: Mapping[str, object]) -> slo.Slo | None:

@@ -136,11 +136,12 @@ class ModelSource:
             problem = f"{self.path}: holds no model '{self.name}'; there: {there}"
             raise ConfigError(problem) from None
 
-    def read_one(self, name: str) -> RepositoryScan:
-        """Read one of `names()`; NotFound for others. Names are compared, never used as paths."""
+    def read_one(self, name: str, version: str = "") -> RepositoryScan:
+        """Read one of `names()`, or only one version of it; NotFound for others. The names are
+        compared, never used as paths."""
         if self.kind not in BACKENDS and self.kind is not ModelKind.FACTORY:
             self._check_served()
-            return layout.read_one(self.path, name)
+            return layout.read_one(self.path, name, version)
         if name != self.name:
             raise NotFound(f"no such model: '{name}' is not served here; there: {self.name}")
         # Asked for again, a factory may be other code.

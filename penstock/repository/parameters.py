@@ -19,11 +19,13 @@ import numpy as np
 
 from penstock import slo
 from penstock.config import (
+    EACH_GPU,
     GPU_ENGINE,
     GPU_ENGINES,
     HEADS,
     IMAGE,
     LLM,
+    MAX_INSTANCES,
     ONNX_RUNTIME,
     SLO_OFF,
     STAGES,
@@ -33,8 +35,10 @@ from penstock.config import (
     Padding,
     Postprocess,
     Preprocess,
+    RecordPolicy,
 )
 from penstock.errors import ConfigError
+from penstock.repository import record_settings
 from penstock.repository.pbtxt_fields import Proto
 from penstock.types import DATATYPES, TensorSpec
 
@@ -45,6 +49,7 @@ PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
 IMAGE_SETTINGS = "penstock.image"
 POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
 MAX_TOKENS, MAX_WAIT = "penstock.max_tokens", "penstock.max_wait_ms"
+MIN_COUNT, MAX_COUNT = "penstock.min_instances", "penstock.max_instances"
 # Whether links among a language model's files may lead out of its folder.
 FOLLOW_LINKS = "penstock.follow_links"
 MAX_BUCKETS = 64
@@ -96,6 +101,11 @@ def _number(name: str, most: float, field: str = "", **more: Any) -> ConfigParam
     return ConfigParameter(PREFIX + name, "batching.md", field or name, most, **more)
 
 
+def _scaling(name: str, most: float, **more: Any) -> ConfigParameter:
+    field = f"scaling.{name}"
+    return ConfigParameter(PREFIX + name, "operate-scaling.md", field, most, **more)
+
+
 def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
     keys = [PREFIX + name for name in names.split()]
     # A language model has other datatypes, which depend on its weights.
@@ -145,8 +155,14 @@ PARAMETERS = (
     _number("gpu_memory_bytes", 1 << 50, is_whole=True),
     _number("max_tokens", 1 << 40, "batching.max_tokens", is_whole=True),
     _number("max_wait_ms", 1e12, "batching.max_wait_s", takes_zero=True, per_unit=1e3),
+    _scaling("min_instances", MAX_INSTANCES, is_whole=True, takes_zero=True),
+    _scaling("max_instances", MAX_INSTANCES, is_whole=True),
+    _scaling("scale_down_s", 1e9),
+    _scaling("scale_to_zero_s", 1e9),
+    _scaling("cold_start_s", 1e9),
     *_texts("", "batching.md", "slo env pad pad_buckets"),
     *_texts("", "backends.md", "preprocess model_inputs image postprocess model_outputs"),
+    *_texts("", "operate-recording.md", "record record_share record_redact"),
     *_texts("pytorch", "backends.md", f"{_OF_PYTORCH} {_OF_SHARING}"),
     *_texts("tensorrt", "backends.md", "cuda_graphs"),
     *_texts("onnxruntime", "onnx-on-gpus.md", f"gpu_engine {_OF_ONNX}"),
@@ -246,6 +262,8 @@ def write(config: ModelConfig) -> dict[str, str]:
         values[SLO] = config.slo
     if config.env:
         values[ENV] = ", ".join(config.env)
+    if config.record is not None:
+        values |= record_settings.write(config.record)
     if config.preprocess is not None:
         values[MODEL_INPUTS] = format_tensors(config.preprocess.inputs)
         if config.preprocess.image is not None:
@@ -409,6 +427,10 @@ class ParameterReader:
             self._report(PAD_BUCKETS, f"more than {MAX_BUCKETS} sizes")
         return buckets
 
+    def record(self, specs: Sequence[TensorSpec]) -> RecordPolicy | None:
+        """Parse how requests are recorded; `specs` are the inputs and outputs that users see."""
+        return record_settings.read(self._given, specs, self._report)
+
     def env(self) -> tuple[str, ...]:
         text = self._given.get(ENV, "")
         names = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -442,6 +464,30 @@ def tokens_problem(policy: BatchPolicy, padding: Padding | None, *, is_sent: boo
         text = f"'{policy.max_tokens}' is less than one row of the largest bucket, {longest}"
         return f"{text} (parameters.{PAD_BUCKETS})"
     return ""
+
+
+def scaling_problem(config: ModelConfig) -> tuple[str, str] | None:
+    """Return what is wrong with the limits of the number of instances, as key and text. `config`
+    has its devices; those that mean each GPU are checked again when they are known."""
+    least, most = config.scaling.min_instances, config.scaling.max_instances
+    if least is None and most is None:
+        return None
+    if config.backend == LLM:
+        key = MIN_COUNT if most is None else MAX_COUNT
+        return key, "a language model has one engine, which takes all requests together"
+    if least is not None and most is not None and least > most:
+        return MIN_COUNT, f"{least} is more than parameters.{MAX_COUNT}, {most}"
+    count = config.num_instances
+    if EACH_GPU in config.devices:
+        return None
+    if config.uses_gpu and config.shares_workers and most is not None and most > count:
+        shared = "instances on a GPU share a worker, which is started with all of them"
+        return MAX_COUNT, f"{most}, and instance_group has {count}; {shared}: raise its count"
+    if not config.min_instances <= count <= config.max_instances:
+        expected = f"expected from {config.min_instances} to {config.max_instances} at the start"
+        key = MIN_COUNT if count < config.min_instances else MAX_COUNT
+        return key, f"instance_group has {count} instances; {expected}"
+    return None
 
 
 def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:

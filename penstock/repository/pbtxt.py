@@ -116,7 +116,8 @@ NOT_IN_SLO_MODE = (
     "dynamic_batching.default_queue_policy.default_timeout_microseconds",
 )
 # Labels that metrics already have, and the syntax of a label's name.
-_LABELS = "model version reason cause le instance device model_name quantile finished_reason"
+_LABELS = "model version reason cause le instance device model_name quantile finished_reason "
+_LABELS += "tensor quantity"
 LABELS = frozenset(_LABELS.split())
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -385,6 +386,7 @@ class _Resolver:
             file=message.default_model_filename,
             options=parameters.options_of(options),
             slo=reader.slo(),
+            record=reader.record((*inputs, *outputs)),
         )
         config = self._with_labels(parameters.with_numbers(config, numbers))
         # A stage tells how long rows are before the model's own queue.
@@ -397,6 +399,8 @@ class _Resolver:
             is_optional = False
             if not _names_gpu_provider(options):
                 placed = [CPU] * len(placed)
+        if not self._problems and (found := parameters.scaling_problem(config.on(placed))):
+            self._problem(f"parameters.{found[0]}", found[1])
         self._check_tags()
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent

@@ -17,13 +17,15 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from penstock.errors import StorageFull
+from penstock.errors import ConfigError, StorageFull
 from penstock.repository.manifest import FileEntry
 
 PREFIX = ".staging-"
 # On file systems without locks, a staging folder older than this counts as abandoned.
 ABANDONED_S = 86_400.0
 CHUNK_BYTES = 1 << 20
+# How long a writer waits for another one of the same folder, and how often it looks.
+LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.02
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -74,6 +76,34 @@ def _claim(parent: Path) -> tuple[Path, int]:
         if path.exists():
             return path, lock
         os.close(lock)
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keep other writers, of any process, out of a folder. The lock of a killed writer is free;
+    file systems without locks have none. ConfigError if another writer takes too long."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _wait_for_lock(fd, folder)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _wait_for_lock(fd: int, folder: Path) -> None:
+    ends = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > ends:
+                problem = f"another process has been changing it for {LOCK_WAIT_S:.0f} s"
+                raise ConfigError(f"{folder}: {problem}; try again") from None
+            time.sleep(LOCK_POLL_S)
+        except OSError:
+            return
+        else:
+            return
 
 
 def remove_abandoned(*parents: Path) -> None:

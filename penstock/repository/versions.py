@@ -1,14 +1,14 @@
-"""Adds versions to a repository and selects the one that is served, each in one atomic step.
+"""Adds versions to a repository, selects the one that is served, and removes others, each in one
+atomic step.
 
 A version is written to a folder whose name starts with `.staging-`, which readers ignore, with a
 manifest over all its bytes, synced to disk, and renamed to its number. A writer that is killed
-leaves only such a folder, which the next writer removes. `repository` reads.
+leaves only such a folder, which the next writer removes. `layout` reads.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
-from penstock.repository import layout, pbtxt, staging
+from penstock.repository import history, holds, layout, pbtxt, staging
 from penstock.repository import manifest as manifests
+from penstock.repository.history import Cause, HistoryEvent
 from penstock.repository.layout import CONFIG
 from penstock.repository.pbtxt_fields import Proto
 
-HISTORY = "history.jsonl"
 # Files that the commit writes for each version.
 OWN_FILES = (CONFIG, manifests.NAME)
 MAX_NAME_BYTES = 255
@@ -75,34 +75,80 @@ def commit(
         return version
 
 
-def promote(root: AnyPath, name: str, version: str) -> None:
-    """Serve exactly this version from the next load on. The model's config.pbtxt becomes that of
-    the version; the history records what was served before. StorageFull if the disk is full: then
-    the served version does not change."""
-    folder = _model_folder(root, name)
-    if not folder.is_dir():
-        raise ConfigError(f"{name}: no such model in {root}")
-    available = layout.version_folders(folder)
-    if version not in available:
-        there = ", ".join(available) or "none"
-        raise ConfigError(f"{name}: no version {version}; there are {there}")
-    old = layout.read_message(folder)
-    if layout.read_version(folder, version, old).manifest:
+def promote(root: AnyPath, name: str, version: str, cause: Cause | None = None) -> HistoryEvent:
+    """Serve exactly this version from the next load on, and return the event that the history
+    records. The model's config.pbtxt becomes that of the version. StorageFull if the disk is full:
+    then the served version does not change."""
+    folder = existing_folder(root, name)
+    check_there(folder, version)
+    if layout.read_version(folder, version, layout.read_message(folder)).manifest:
         manifests.check_digests(folder / version)
-    served = layout.chosen(folder, old, [])
-    message = _message_of(folder, version, old)
-    message.version_policy.specific.versions[:] = [int(version)]
     staging.remove_abandoned(folder.parent, folder)
-    entry = {"time": _now(), "version": version, "previous": served}
     with (
         staging.explain_full(f"{folder}: version {version} was not promoted"),
+        staging.lock(folder),
         staging.stage(folder) as stage,
     ):
+        # Again: it may have been removed meanwhile.
+        check_there(folder, version)
+        old = layout.read_message(folder)
+        event = (cause or Cause()).event(version, layout.chosen(folder, old, []))
+        message = _message_of(folder, version, old)
+        message.version_policy.specific.versions[:] = [int(version)]
         _keep_configs(stage, folder, old)
         _write_model_level(stage, folder / version, message)
         # Before the rename, which needs no space, so that every promotion has its line.
-        staging.append(folder / HISTORY, json.dumps(entry).encode())
+        history.append(folder, event)
         _publish(stage, folder)
+    return event
+
+
+def remove(root: AnyPath, name: str, version: str, cause: Cause) -> HistoryEvent:
+    """Remove a version, all of it or nothing, and return the event that the history records.
+    ConfigError if it is served, or loaded by a server."""
+    folder = existing_folder(root, name)
+    staging.remove_abandoned(folder.parent, folder)
+    with (
+        staging.explain_full(f"{folder}: version {version} was not removed"),
+        staging.stage(folder) as stage,
+        staging.lock(folder),
+    ):
+        check_there(folder, version)
+        served = served_versions(folder)
+        if version in served:
+            raise ConfigError(f"{name}: version {version} is served; promote another one first")
+        event = cause.event(version, served)
+        with holds.free(folder / version):
+            history.append(folder, event)
+            os.rename(folder / version, stage / version)
+        staging.sync_folder(folder)
+    return event
+
+
+def served_versions(folder: Path) -> list[str]:
+    """Return the versions that the next load of a model's folder serves."""
+    return layout.chosen(folder, layout.read_message(folder), [])
+
+
+def read_config(folder: Path, version: str) -> Proto:
+    """Return the configuration that applies to a version, without version policy."""
+    return _message_of(folder, version, layout.read_message(folder))
+
+
+def existing_folder(root: AnyPath, name: str) -> Path:
+    """Return the folder of a model; ConfigError if there is none of this name."""
+    folder = _model_folder(root, name)
+    if not folder.is_dir():
+        raise ConfigError(f"{name}: no such model in {root}")
+    return folder
+
+
+def check_there(folder: Path, version: str) -> None:
+    """Raise ConfigError unless the model has this version."""
+    available = layout.version_folders(folder)
+    if version not in available:
+        there = ", ".join(available) or "none"
+        raise ConfigError(f"{folder.name}: no version {version}; there are {there}")
 
 
 def _model_folder(root: AnyPath, name: str) -> Path:

@@ -23,8 +23,9 @@ SHRINK_AT = 0.35
 SHRINK_S = 30.0
 # Clients that were asked to move have connected again after this time.
 SETTLE_S = 0.5
-# Clients move from a busy shard that has this many times the mean.
-UNEVEN = 1.25
+# Clients move from a busy shard that has this many times the mean; from any with more than the mean
+# while one has less than this share of it.
+UNEVEN, STARVED = 1.25, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,13 @@ class AcceptPolicy:
         if now - self._moved_at < SETTLE_S:
             return {}
         mean, moves = _mean(uses, accepting), {}
+        is_starved = any(uses[n].num_clients < STARVED * mean for n in accepting)
+        most = mean if is_starved else UNEVEN * mean + 0.5
         for number, use in uses.items():
             if number not in accepting:
                 is_late = now - self._accepted_at.setdefault(number, now) >= SHRINK_S
                 count = use.num_clients if is_late else 0
-            elif use.busy >= GROW_AT and use.num_clients > UNEVEN * mean + 0.5:
+            elif use.busy >= GROW_AT and use.num_clients > most:
                 count = use.num_clients - math.ceil(mean)
             else:
                 count = 0

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, Unsupported
 from penstock.types import Array, Request, Response
 
 PENDING, RUNNING, FINISHED = "PENDING", "RUNNING", "FINISHED"
@@ -29,8 +29,10 @@ class AnswerFuture(Future[Answer]):
     _exception: BaseException | None = None
     _made: threading.Condition | None = None
 
-    def __init__(self, cancel: Callable[[Request], None]) -> None:
+    def __init__(self, cancel: Callable[[Request], None], answering_thread: int = 0) -> None:
+        """`answering_thread` is the identifier of the thread that calls `respond`; 0: not known."""
         self._cancel = cancel
+        self._answering_thread = answering_thread
         # Set by who submits, before anybody else sees the future; dropped with the answer, since
         # the request refers to the future.
         self.request: Request | None = None
@@ -66,7 +68,12 @@ class AnswerFuture(Future[Answer]):
         # An answer is final; only errors and open requests need the condition.
         if self._state == FINISHED and self._result is not None:
             return self._result
+        self._check_wait("result()", timeout)
         return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_wait("exception()", timeout)
+        return super().exception(timeout)
 
     def done(self) -> bool:
         return self._state not in (PENDING, RUNNING)
@@ -79,3 +86,18 @@ class AnswerFuture(Future[Answer]):
         if request is not None:
             self._cancel(request)
         return True
+
+    def _check_wait(self, call: str, timeout: float | None) -> None:
+        """Unsupported if waiting would keep the answer from coming."""
+        if timeout != 0 and not self.done():
+            check_may_block(call, self._answering_thread)
+
+
+def check_may_block(call: str, answering_thread: int) -> None:
+    """Unsupported on the thread that answers, on which done-callbacks run: it would wait for
+    itself."""
+    if threading.get_ident() == answering_thread:
+        raise Unsupported(
+            f"{call} in a callback blocks the thread that answers, for ever; "
+            "use submit() and add_done_callback() there, or call it in another thread"
+        )

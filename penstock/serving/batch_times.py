@@ -272,6 +272,10 @@ class WaitLimit:
             return self._max_wait_s > 0
         return queue.default_timeout_s == 0 and queue.max_queue_size == 0
 
+    def mean_times(self) -> dict[int, float]:
+        """Return T(b); empty if it is unknown."""
+        return self._times.means_s if self._times.is_known else {}
+
     def seed(self, timings: Mapping[int, float]) -> None:
         """Seed T(b) with times from warm-up, in seconds by size."""
         self._times.seed_between(timings)

@@ -36,15 +36,26 @@ class Batcher(Lanes):
         self._max_preferred = max(preferred) if preferred else self._max_rows
         self._is_eager = not preferred and policy.max_queue_delay_s == 0
         self._wait = WaitLimit(policy, policy.max_tokens or self._max_preferred)
-        self.count_executors = self._wait.count_executors
+        self.count_executors, self.mean_times = self._wait.count_executors, self._wait.mean_times
         self._is_limited = any(map(self._wait.applies, policy.policies))
         self._look_at = -math.inf
         self._expiries: list[tuple[float, int, Request]] = []
         self._num_added = 0
 
+    # Unknown: only the SLO batcher measures it.
+    inflation = 1.0
+
     @property
     def next_expiry(self) -> float | None:
         return self._expiries[0][0] if self._expiries else None
+
+    def begin_cold_start(self, expected_s: float, now: float) -> None:
+        """Expect the first instance after `expected_s`; until then no wait is too long, except for
+        a queue's own time-out."""
+        self.count_executors(0, now)
+
+    def end_cold_start(self, now: float) -> None:
+        """Do nothing: `count_executors` follows."""
 
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded."""

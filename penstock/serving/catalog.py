@@ -9,33 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotFound
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.context import log_about
 from penstock.serving.fleet import Fleet, GpuReservations
+from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model_table import LoadFailure, ModelTable
-from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.serving.pipeline import StagePipeline
 from penstock.serving.placement import Share
-from penstock.serving.quotas import Quotas
 from penstock.serving.scrape import Pending
-from penstock.serving.served import ModelProcess, Served
+from penstock.serving.served import PROCESS_STATES, ModelProcess, Served
 from penstock.serving.shards import ShardedModel, ShardedVersion, Shards
-from penstock.serving.supervisor import load_timeout_text
+from penstock.serving.traffic_split import renew_split
+from penstock.serving.version_loader import Make, VersionLoader, finish, network_of
 from penstock.wire import frames
 from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.catalog")
 
-# Limit on concurrent loads: they are mostly imports and disk reads, and slow each other down.
-MAX_LOADING = 4
-
-
-Make = Callable[[ModelConfig, Quotas], Served]
+# Makes a change permanent.
+Commit = Callable[[], Awaitable[object]]
 
 
 class Catalog(ModelTable):
@@ -53,14 +53,13 @@ class Catalog(ModelTable):
         self.shards = shards
         if shards is not None:
             shards.table = self._published
-        self._start_life = start_life
-        self._makers = makers or {}
-        self._reservations = GpuReservations(fleet or Fleet())
+        self._reservations = reservations = GpuReservations(fleet or Fleet())
+        self._loader = VersionLoader(self, start_life, makers or {}, shards, reservations.find_room)
         # When the latest load of each model began, in ns, by the clock that stamps files.
         self.load_began_ns: dict[str, int] = {}
-        self._changing: dict[str, asyncio.Lock] = {}
+        # Serialize changes of one model.
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._leaving: set[asyncio.Task[None]] = set()
-        self._limit = asyncio.Semaphore(MAX_LOADING)
 
     def announce(self, found: RepositoryScan) -> None:
         """Say that these models will be loaded: until then they are not ready, not unknown."""
@@ -92,17 +91,118 @@ class Catalog(ModelTable):
         finally:
             self._reservations.release(arranged.shares)
 
+    async def switch(self, found: RepositoryScan, commit: Commit) -> None:
+        """Serve the one model found instead of its loaded versions. Once it is ready, `commit` and
+        switch atomically. If it cannot be loaded (ConfigError), or if `commit` raises, nothing
+        changes. A cancelled call that has begun to commit ends the switch first."""
+        [name] = {*(config.name for config in found.configs), *found.problems}
+        self.announce(found)
+        try:
+            await self._switch(name, found, commit)
+        finally:
+            self._awaited.discard(name)
+            await self._publish()
+
+    async def _switch(self, name: str, found: RepositoryScan, commit: Commit) -> None:
+        arranged = await self._reservations.arrange(found.configs)
+        try:
+            if problems := [*found.problems.get(name, ()), *arranged.problems.get(name, ())]:
+                raise ConfigError(problems)
+            async with self._changing[name]:
+                self.load_began_ns[name] = time.time_ns()
+                started = await self._start_all(name, arranged.configs, arranged.shares)
+                await finish(self._commit(name, started, commit))
+        finally:
+            self._reservations.release(arranged.shares)
+
+    async def _commit(self, name: str, started: Sequence[Served], commit: Commit) -> None:
+        try:
+            await commit()
+        except BaseException:
+            for model in started:
+                await self._loader.end(model)
+            raise
+        await self._take_over(name, started)
+
     async def unload(self, name: str) -> None:
         """Unload a model: new requests get NotFound, admitted ones are still answered."""
-        async with self._lock(name):
+        async with self._changing[name]:
             self._failures.pop(name, None)
             self._awaited.discard(name)
             self._latest.pop(name, None)
             self.load_began_ns.pop(name, None)
             models = self._models.pop(name, {})
+            left = [*models.values(), *self._end_split(name, models)]
             await self._publish()
-            for model in models.values():
+            for model in left:
                 self._retire(model)
+
+    # Rollouts.
+
+    async def add_candidate(self, config: ModelConfig) -> Served:
+        """Load a version beside those that are served; no request finds it before a split. If it is
+        one of them, it is used as it is. ConfigError if it cannot be loaded."""
+        name = config.name
+        async with self._changing[name]:
+            self.find(name)
+            found = self._models[name].get(config.version)
+            if found is None:
+                arranged = await self._reservations.arrange([config])
+                try:
+                    if arranged.problems:
+                        raise ConfigError(arranged.problems[name])
+                    shares = arranged.shares
+                    [found] = await self._start_all(name, arranged.configs, shares)
+                finally:
+                    self._reservations.release(arranged.shares)
+            if name not in self._models:
+                await self._loader.end(found)
+                raise NotFound(f"model '{name}' was unloaded while version {config.version} loaded")
+            self._candidates[name] = found
+            return found
+
+    async def split(self, name: str, rule: frames.SplitRule) -> bool:
+        """Split the requests of a model with its candidate; return when all shards do. False if
+        there is no such candidate any more: the model was loaded again or unloaded."""
+        candidate = self._candidates.get(name)
+        if candidate is None or candidate.config.version != rule.candidate:
+            return False
+        self.rules[name] = rule
+        if isinstance(candidate, ShardedVersion):
+            rule.number = candidate.number
+        else:
+            known, stable = self.splits.get(name), self._latest[name]
+            self.splits[name] = renew_split(known, rule, stable, candidate)
+        await self._publish()
+        return True
+
+    async def drop_candidate(self, name: str) -> None:
+        """End the split: the stable version gets all requests, and the candidate is unloaded."""
+        left = self._end_split(name, self._models.get(name, {}))
+        await self._publish()
+        for model in left:
+            self._retire(model)
+
+    async def promote_candidate(self, name: str, commit: Commit) -> None:
+        """Serve the candidate and nothing else, once `commit` has made that permanent; if that
+        raises, nothing changes. Other versions answer what they have admitted. NotFound if the
+        candidate is gone: the model was loaded again or unloaded."""
+        async with self._changing[name]:
+            if (candidate := self._candidates.get(name)) is None:
+                raise NotFound(f"model '{name}' has no candidate any more")
+
+            async def promote() -> None:
+                await commit()
+                await self._take_over(name, [candidate])
+
+            await finish(promote())
+
+    def _end_split(self, name: str, served: Mapping[str, Served]) -> list[Served]:
+        """Forget the split of a model; return its candidate, unless that is served anyway."""
+        self.rules.pop(name, None)
+        self.splits.pop(name, None)
+        candidate = self._candidates.pop(name, None)
+        return [] if candidate is None or candidate in served.values() else [candidate]
 
     def index(self, names: Sequence[str]) -> list[IndexRow]:
         """Return loaded models, failed ones, and the rest of `names`, those in the repository."""
@@ -123,17 +223,7 @@ class Catalog(ModelTable):
     def pending(self) -> list[Pending]:
         """Return the metrics of all models and, under names of their own, of their stages. GPU
         memory of stages counts for the whole model."""
-        found: list[Pending] = []
-        for model in self:
-            found.append(_pending(model, model.processes))
-            if isinstance(model, StagePipeline):
-                found += map(_pending, model.models)
-            elif isinstance(model, ShardedModel):
-                figures = zip(model.stages, model.stage_figures, strict=False)
-                for stage, (metrics, num_waiting) in figures:
-                    num_ready = sum(each.is_ready for each in stage.host.processes)
-                    found.append(Pending(metrics, num_waiting, num_ready))
-        return found
+        return [each for model in self for each in pending_of(model)]
 
     async def refresh(self) -> None:
         """Bring the figures of all models up to date, if shards count for them."""
@@ -145,84 +235,60 @@ class Catalog(ModelTable):
         await asyncio.gather(*(model.drain() for model in self))
 
     async def close(self) -> None:
-        await asyncio.gather(*(model.close() for model in self), *self._leaving)
+        await asyncio.gather(*(self._loader.end(model) for model in self), *self._leaving)
         self._is_closed = True
+        for held in (self.splits, self.rules, self._candidates):
+            held.clear()
         self._models.clear()
         self._latest.clear()
-
-    def _lock(self, name: str) -> asyncio.Lock:
-        """Return the lock that serializes changes of one model."""
-        return self._changing.setdefault(name, asyncio.Lock())
+        await asyncio.to_thread(self.recorders.close)
 
     async def _replace(
         self, name: str, configs: Sequence[ModelConfig], promised: list[Share]
     ) -> None:
-        async with self._lock(name):
-            started: list[Served] = []
+        async with self._changing[name]:
             try:
-                for config in configs:
-                    async with self._limit:
-                        started.append(await self._start(config))
-                    self._reservations.settle(promised, name, config.version)
-            except BaseException as error:
-                self._reservations.settle(promised, name)
-                for model in started:
-                    await model.close()
-                if not isinstance(error, ConfigError):
-                    raise
+                started = await self._start_all(name, configs, promised)
+            except ConfigError as error:
                 self._fail(name, error.problems)
                 return
-            self._failures.pop(name, None)
-            old = self._models.get(name, {})
-            self._models[name] = {model.config.version: model for model in started}
-            self._latest[name] = max(started, key=lambda model: int(model.config.version))
-            await self._publish()
-            for model in old.values():
-                self._retire(model)
+            await self._take_over(name, started)
+
+    async def _start_all(
+        self, name: str, configs: Sequence[ModelConfig], promised: list[Share]
+    ) -> list[Served]:
+        """Start versions beside those that are loaded; all of them or none."""
+        started: list[Served] = []
+        # Scaled versions begin with as many instances as those that they replace have now.
+        count = max(map(_num_scaled, self._models.get(name, {}).values()), default=None)
+        try:
+            for config in configs:
+                started.append(await self._loader.start(config, count))
+                self._reservations.settle(promised, name, config.version)
+        except BaseException:
+            self._reservations.settle(promised, name)
+            for model in started:
+                await self._loader.end(model)
+            raise
+        return started
+
+    async def _take_over(self, name: str, started: Sequence[Served]) -> None:
+        """Send all new requests to these versions, and let the old ones finish theirs."""
+        self._failures.pop(name, None)
+        old = self._models.get(name, {})
+        left = [*old.values(), *self._end_split(name, old)]
+        left = [model for model in left if model not in started]
+        self._models[name] = {model.config.version: model for model in started}
+        self._latest[name] = max(started, key=lambda model: int(model.config.version))
+        await self._publish()
+        for model in left:
+            self._retire(model)
 
     def _fail(self, name: str, problems: tuple[str, ...]) -> None:
         self._failures[name] = LoadFailure(name, problems)
         self._publish_soon()
         what = "; ".join(problems)
         log.error("%s cannot be loaded: %s", name, what, extra={"model": name, "reason": what})
-
-    async def _start(self, config: ModelConfig) -> Served:
-        """Start a version; return it when all its instances are warm."""
-        began = time.monotonic()
-        count = config.num_instances
-        plural = "instance" if count == 1 else "instances"
-        log_about(log, logging.INFO, config, " loads %d %s", count, plural)
-        for warning in config.warnings:
-            log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
-        for note in config.notes:
-            log_about(log, logging.INFO, config, ": %s", note)
-        model = self._create(config)
-        limit = asyncio.timeout(config.load_timeout_s)
-        try:
-            async with limit:
-                await model.start()
-        except BaseException:
-            await model.close()
-            if limit.expired():
-                raise ConfigError([load_timeout_text(config.load_timeout_s)]) from None
-            raise
-        took_s = time.monotonic() - began
-        text, load_s = " is ready after %.2f s", round(took_s, 3)
-        log_about(log, logging.INFO, config, text, took_s, load_s=load_s)
-        if built := model.processes[0].built:
-            text = ", ".join(f"{key}={value}" for key, value in built.items())
-            log_about(log, logging.INFO, config, " was built with %s", text)
-        return model
-
-    def _create(self, config: ModelConfig) -> Served:
-        if (make := self._makers.get(config.backend)) is not None:
-            return make(config, self.quotas)
-        if self.shards is not None:
-            return ShardedModel(config, self.shards, self._start_life)
-        try:
-            return make_model(config, self._start_life, self.quotas, regions=self.regions)
-        except OSError as error:
-            raise ConfigError([f"shared memory: {error}"]) from None
 
     async def _publish(self) -> None:
         """Return when all shards have the models as they are now."""
@@ -241,14 +307,14 @@ class Catalog(ModelTable):
             for name, versions in self._models.items()
         }
         failures = {name: failure.problems for name, failure in self._failures.items()}
-        return frames.Publish(0, models, failures, tuple(self._awaited))
+        return frames.Publish(0, models, failures, tuple(self._awaited), dict(self.rules))
 
     def _retire(self, model: Served) -> None:
         """Drain a version in the background, then close it."""
 
         async def leave() -> None:
             await model.drain()
-            await model.close()
+            await self._loader.end(model)
             log_about(log, logging.INFO, model.config, " is unloaded")
 
         task = asyncio.get_running_loop().create_task(leave())
@@ -256,6 +322,40 @@ class Catalog(ModelTable):
         task.add_done_callback(self._leaving.discard)
 
 
-def _pending(model: Served, processes: Sequence[ModelProcess] = ()) -> Pending:
-    num_ready = sum(each.is_ready for each in model.processes)
-    return Pending(model.metrics, model.num_waiting, num_ready, processes)
+def pending_of(model: Served) -> list[Pending]:
+    """Return the metrics of a model, then those of its stages, if it has any."""
+    stages: list[Pending] = []
+    if isinstance(model, StagePipeline):
+        stages += [_pending(stage) for stage in model.models]
+    elif isinstance(model, ShardedModel):
+        figures = zip(model.stages, model.stage_figures, strict=False)
+        for stage, (metrics, num_waiting) in figures:
+            stages.append(_pending_stage(metrics, num_waiting, stage.host.processes))
+    whole = replace(
+        _pending(model),
+        processes=model.processes,
+        is_staged=model.config.is_staged,
+        drift=model.drift,
+    )
+    return [whole, *stages]
+
+
+def _pending(model: Served) -> Pending:
+    return _pending_stage(model.metrics, model.num_waiting, model.processes)
+
+
+def _num_scaled(model: Served) -> int:
+    """Return how many instances a version should have now."""
+    host = network_of(model)
+    wanted = [] if host is None else [each for each in host.instances if each.is_wanted]
+    return len(wanted)
+
+
+def _pending_stage(
+    metrics: ModelMetrics, num_waiting: int, processes: Sequence[ModelProcess]
+) -> Pending:
+    """Return the state of a model, or of one of its stages, with the processes that it has."""
+    states = Counter(each.state for each in processes)
+    counts: dict[str, int] = {state: states[state] for state in PROCESS_STATES}
+    num_ready = sum(each.is_ready for each in processes)
+    return Pending(metrics, num_waiting, num_ready, instances=counts)

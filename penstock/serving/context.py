@@ -50,6 +50,8 @@ class ModelContext:
     # Set if workers also serve other shards: whether the one of an instance seems to have nothing
     # to do. A hint: if it is wrong, a batch is formed too early, or claimed first.
     sees_idle: Callable[[int], bool] | None = None
+    # For how long all its slots have been busy with the batches that they run; a hint, too.
+    busy_s: Callable[[int], float] = lambda index: 0.0
     # Memory that clients have registered.
     regions: RegionTable = NO_REGIONS
     # How many batches it has run for all shards. Also a hint; not a number if it is unknown.

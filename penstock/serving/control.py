@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakValueDictionary
 
-from penstock.errors import InvalidRequest, NotAllowed, PenstockError, StorageFull, Unsupported
+from penstock.config import ModelConfig
+from penstock.errors import (
+    ConfigError,
+    InvalidRequest,
+    NotAllowed,
+    PenstockError,
+    StorageFull,
+    Unsupported,
+)
 from penstock.repository import layout, model_source, staging
 from penstock.repository.python_file import local_imports
-from penstock.serving.catalog import Catalog
+from penstock.serving.catalog import Catalog, Commit
 from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.reload")
@@ -31,47 +40,77 @@ class Control:
     `allows_hard_links` allows model files with several hard links."""
 
     _catalog: Catalog
-    _path: str
+    path: str
     is_explicit: bool
     allows_hard_links: bool = False
+    # By model. A change reads the repository and loads what it read before the next one reads.
+    _changing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def index(self, only_ready: object = False) -> list[IndexRow]:
         if not isinstance(only_ready, bool):
             raise InvalidRequest("'ready' must be true or false")
-        names = await asyncio.to_thread(lambda: model_source.resolve(self._path).names())
+        names = await asyncio.to_thread(lambda: model_source.resolve(self.path).names())
         rows = self._catalog.index(names)
         return [each for each in rows if each.state == "READY" or not only_ready]
 
     async def load(self, name: str, parameters: Collection[str] = ()) -> None:
         """Load or replace a model. If this call is cancelled, nothing changes."""
-        self._check_explicit()
+        self.check_explicit()
         if parameters:
             raise Unsupported("load takes no parameters here: the repository is what is loaded")
         await self.reload(name)
 
     async def reload(self, name: str) -> None:
         """Load or replace a model in any mode; if it cannot be loaded, the old one stays."""
-        found = await asyncio.to_thread(self._read, name)
-        await self._catalog.load(found)
-        failure = self._catalog.failure(name)
+        async with self._lock(name):
+            found = await asyncio.to_thread(self._read, name)
+            await self._catalog.load(found)
+            failure = self._catalog.failure(name)
         if failure is not None:
-            text = f"failed to load '{name}': {'; '.join(failure.problems)}"
-            raise StorageFull(text) if staging.says_full(text) else InvalidRequest(text)
+            raise _refuse(name, failure.problems)
 
-    def _read(self, name: str) -> layout.RepositoryScan:
-        found = model_source.resolve(self._path).read_one(name)
+    async def switch(self, name: str, version: str, commit: Commit) -> None:
+        """Serve this version of a model instead of those that are served. It is loaded beside them;
+        then `commit` makes the change permanent, and the switch is atomic. If the version cannot be
+        loaded, or if `commit` raises, nothing changes."""
+        self.check_explicit()
+        async with self._lock(name):
+            found = await asyncio.to_thread(self._read, name, version)
+            try:
+                await self._catalog.switch(found, commit)
+            except ConfigError as error:
+                raise _refuse(f"{name}/{version}", error.problems) from None
+
+    async def read(self, name: str, version: str) -> ModelConfig:
+        """Read one version of a model. InvalidRequest if it cannot be loaded."""
+        found = await asyncio.to_thread(self._read, name, version)
+        if problems := found.problems.get(name):
+            raise _refuse(f"{name}/{version}", problems)
+        return found.only(self.path, version, "")
+
+    def _read(self, name: str, version: str = "") -> layout.RepositoryScan:
+        found = model_source.resolve(self.path).read_one(name, version)
         return found if self.allows_hard_links else layout.refuse_hard_links(found)
 
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._changing.setdefault(name, asyncio.Lock())
+
     async def unload(self, name: str) -> None:
-        self._check_explicit()
+        self.check_explicit()
         await self._catalog.unload(name)
 
-    def _check_explicit(self) -> None:
+    def check_explicit(self) -> None:
+        """Raise NotAllowed unless changes are allowed."""
         if not self.is_explicit:
             raise NotAllowed(
                 "explicit model load / unload is not allowed: "
                 "start the server with --model-control-mode explicit"
             )
+
+
+def _refuse(name: str, problems: Sequence[str]) -> StorageFull | InvalidRequest:
+    text = f"failed to load '{name}': {'; '.join(problems)}"
+    return StorageFull(text) if staging.says_full(text) else InvalidRequest(text)
 
 
 class Reloader:

@@ -43,6 +43,9 @@ class ModelPart(Protocol):
     def may_try(self) -> None:
         """A suspect may run now; see `CoreLink.may_try`."""
 
+    def scaled(self, scaled: frames.Scaled) -> None:
+        """Hear how many instances there should be."""
+
     def tick(self) -> None:
         """Do periodic work."""
 
@@ -68,6 +71,12 @@ class CoreLink(Protocol):
     def left(self, index: int, life: int) -> None:
         """Report that a leaving worker has answered everything."""
 
+    def report(self, load: frames.PartLoad) -> None:
+        """Report the load of a model that is scaled."""
+
+    def wake(self) -> None:
+        """Report that a request waits, and that there is no instance."""
+
 
 class EnginePart(Protocol):
     """A shard's part of a language model, as the core calls it."""
@@ -88,8 +97,8 @@ class EngineCore(Protocol):
 @dataclass(frozen=True, slots=True)
 class ShardSetup:
     """What a model needs to know to be one of several shards' parts. `core` is in another process,
-    which has the workers and started them already; None: the workers are started here. `sees_idle`
-    and `num_batches` as in `ModelContext`; `elsewhere` is what other shards have queued."""
+    which has the workers and started them already; None: the workers are started here. `sees_idle`,
+    `busy_s` and `num_batches` as in `ModelContext`; `elsewhere` is what others have queued."""
 
     core: CoreLink | None = None
     sees_idle: Callable[[int], bool] | None = None
@@ -97,6 +106,7 @@ class ShardSetup:
     num_batches: Callable[[int], float] = lambda index: math.nan
     # Memory that clients have registered.
     regions: RegionTable = NO_REGIONS
+    busy_s: Callable[[int], float] = lambda index: 0.0
 
 
 ONLY_SHARD = ShardSetup()

@@ -55,7 +55,7 @@ class Dispatcher:
     ) -> None:
         self._name = context.config.name
         self._core = core
-        places = enumerate(context.config.workers)
+        places = enumerate(context.config.places)
         self.workers = [WorkerPlace(index, num_slots) for index, (_, num_slots) in places]
         self._lost: dict[int, tuple[frames.Died, list[RunningBatch]]] = {}
         # Whether the core waits for an answer after a death.
@@ -68,13 +68,15 @@ class Dispatcher:
         self._guard = guard
         # None: no other shard has these workers, so it is known here which slots are free.
         sees_idle = context.sees_idle
-        self._wants = None if sees_idle is None else Wants(queue, sees_idle)
+        self._wants = None if sees_idle is None else Wants(queue, sees_idle, context.busy_s)
         self._saturation = context.saturation
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
         self.hang_limits = HangLimits(context.config.hang_s)
         self._most_slots = max(each.num_slots for each in self.workers)
         self._batch_ids = itertools.count(1)
+        # How long batches have run so far; of a merged one, in proportion to the rows.
+        self.busy_s = 0.0
         self._num_slabs = 0
         self._is_pump_due = False
         self._is_answering = False
@@ -158,7 +160,8 @@ class Dispatcher:
         now. Return whether it was the queue."""
         for num_others in range(self._most_slots):
             # Workers with no batch come first, then those with one, and so on.
-            for worker in self.workers:
+            workers = self.workers if self._wants is None else self._wants.in_order(self.workers)
+            for worker in workers:
                 while len(worker.batches) <= num_others and self._takes_batch(worker):
                     requests = self._queue.next(now)
                     if requests is None:
@@ -237,6 +240,7 @@ class Dispatcher:
             if self._wants is not None:
                 geometry = batch.requests[0].ticket.fit.plan.geometry
                 frame = self._wants.complete(frame, geometry.key, round, now)
+                batch.is_started = batch.is_merged = not frame.tells_start
             data = frames.encode(frame)
         except Exception:  # A batch that cannot be encoded must not stop the others.
             log.exception("%s: a batch could not be dispatched", self._name)
@@ -365,10 +369,15 @@ class Dispatcher:
     ) -> None:
         # The time is that of the whole batch, which may have rows of other shards.
         num_rows = frame.total_rows or batch.num_rows
-        began = max(batch.started, min(batch.began, now))
+        took_s = frame.input_s + frame.infer_s + frame.output_s
+        has_waited = self._wants is not None and not batch.began
+        began = max(batch.started, now - took_s if has_waited else min(batch.began, now))
         if began != batch.started:
             self._queue.batcher.ended(batch.started)
         self.hang_limits.note(num_rows, now - began)
+        self.busy_s += (now - began) * batch.num_rows / max(1, num_rows)
+        if self._wants is not None:
+            self._wants.observe(took_s)
         geometry = batch.requests[0].ticket.fit.plan.geometry
         size = frame.total_tokens or batch.num_tokens or num_rows
         self._queue.batcher.observe(geometry, size, began, now)

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.backends.heads import Headed
 from penstock.config import ModelConfig
@@ -94,6 +96,9 @@ class BatchExecutor:
             gpu_number(config.device),
         )
         self._names = [spec.name for spec in config.inputs]
+        # Memory that merged batches are joined in, by input. One batch runs at a time, unless the
+        # runner runs ahead.
+        self._joining: dict[str, Array] | None = None if runner.runs_ahead else {}
 
     @property
     def pinning_runner(self) -> Runner:
@@ -152,7 +157,25 @@ class BatchExecutor:
         # Parts with regions have requests, others only if the runner needs them.
         has_all = all(part.frame.requests for part in parts)
         requests = [request for part in parts for request in part.frame.requests if has_all]
-        return Batch.of(pieces, sum(part.num_rows for part in parts), requests)
+        num_rows = sum(part.num_rows for part in parts)
+        return Batch.of(pieces, num_rows, requests, self._joining_room(pieces))
+
+    def _joining_room(self, pieces: Sequence[Mapping[str, Array]]) -> Mapping[str, Array] | None:
+        """Return memory for the joined rows of a merged batch, that of the last one if it fits: the
+        pages of new memory cost more than the copy."""
+        if self._joining is None:
+            return None
+        room: dict[str, Array] = {}
+        for name, first in pieces[0].items():
+            count, shape = sum(len(piece[name]) for piece in pieces), first.shape[1:]
+            if first.dtype == np.object_:
+                continue
+            kept = self._joining.get(name)
+            if kept is None or kept.shape[1:] != shape or len(kept) < count:
+                most = max(count, self._config.max_batch_size)
+                kept = self._joining[name] = np.empty((most, *shape), first.dtype)
+            room[name] = kept[:count]
+        return room
 
     def _room(self, part: Part) -> Mapping[str, Array] | None:
         """Return the rows that wait for inputs which are elsewhere; None if they are apart. New

@@ -132,6 +132,8 @@ class Explanation:
     processes: list[ProcessState] = field(default_factory=list)
     # How many shards the server has, and why.
     shards: str = ""
+    # The last decision on the number of instances, and why; empty if it is fixed.
+    scaling: str = ""
 
 
 def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
@@ -162,14 +164,17 @@ def explain(model: Model, now: float) -> Explanation:
         share = 100 * metrics.padding_bytes / metrics.padded_bytes
         text = f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"
         notes.append(text)
-    devices = [device for device, _ in config.workers]
+    devices = [device for device, _ in config.places]
     instances = [
         InstanceState(w.index, w.state, 0, devices[w.index], 0, w.num_slots) for w in model.workers
     ]
-    for process in model.processes:
-        known = instances[process.index]
-        memory = process.gpu_memory_bytes
-        instances[process.index] = replace(known, pid=process.pid, gpu_memory_bytes=memory)
+    if model.host is not None:
+        # Of the places of a model that is scaled, those that are used. A shard shows them all: the
+        # core knows.
+        instances = [
+            replace(instances[each.index], pid=each.pid, gpu_memory_bytes=each.gpu_memory_bytes)
+            for each in model.processes
+        ]
     return Explanation(
         model=config.name,
         version=config.version,
@@ -190,6 +195,7 @@ def explain(model: Model, now: float) -> Explanation:
         paces=paces,
         refused={name: count for name, count in metrics.num_refused.items() if count},
         notes=notes,
+        scaling="" if model.host is None else model.host.scaler.describe(),
     )
 
 

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from penstock.backends import GPU_MEMORY
@@ -116,6 +117,15 @@ class GpuReservations:
                     self._promised.append(arranged.shares)
                     return arranged
                 await self._settled.wait()
+
+    async def find_room(self, config: ModelConfig) -> Callable[[], None] | None:
+        """Reserve GPU memory for one more worker, whose configuration this is. Return what gives
+        the reservation back, to be called once the worker has its memory; None: no room."""
+        arranged = await self.arrange([config])
+        if arranged.problems:
+            self.release(arranged.shares)
+            return None
+        return partial(self.release, arranged.shares)
 
     def settle(self, shares: list[Share], name: str, version: str = "") -> None:
         """Drop the reservation of a model or version that has allocated its memory or failed: from

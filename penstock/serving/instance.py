@@ -37,6 +37,8 @@ class Instance:
     num_restarts: int = 0
     # Loaded in advance; serves no requests yet.
     is_spare: bool = False
+    # It has a worker, or should have one; a model that is scaled has more places than it uses.
+    is_wanted: bool = True
     # Why the current worker could not load.
     load_error: str = ""
 
@@ -50,6 +52,10 @@ class Instance:
         return self.child.life.pid if self.child is not None else 0
 
     @property
+    def needs_worker(self) -> bool:
+        return self.is_wanted and self.child is None
+
+    @property
     def start_s(self) -> float:
         """How long its current worker took to become ready."""
         return self.ready_at - self.started_at
@@ -57,4 +63,5 @@ class Instance:
     @property
     def process(self) -> ModelProcess:
         built = self.ready.built if self.ready is not None else {}
-        return ModelProcess(self.index, self.device, self.pid, self.is_ready, built)
+        state = (self.is_ready, built, self.is_leaving)
+        return ModelProcess(self.index, self.device, self.pid, *state)

@@ -114,6 +114,8 @@ class Lanes:
         self._lanes: dict[object, Lane] = {}
         self._alone: deque[Request] = deque()
         self.num_queued = 0
+        # Requests so far, also refused ones, and their rows (or tokens).
+        self.num_offered = self.size_offered = 0
 
     @property
     def num_waiting(self) -> int:
@@ -123,6 +125,11 @@ class Lanes:
     @property
     def num_reruns(self) -> int:
         return len(self._alone)
+
+    @property
+    def size_queued(self) -> int:
+        """Rows (or tokens) that are queued."""
+        return sum(self._sizes) + len(self._alone)
 
     def waiting(self) -> list[Lane]:
         """Return the lanes in serving order: by highest priority, then by longest wait."""
@@ -136,6 +143,8 @@ class Lanes:
         level = self._level(request.priority) if self._num_levels > 1 else 0
         policy = self._policies[level]
         request.priority = level
+        self.num_offered += 1
+        self.size_offered += request.num_tokens if self._has_budget else request.num_rows
         num_queued, num_in_level = self.num_queued, self._counts[level]
         if self._elsewhere is not None:
             nums = self._elsewhere.look(now).num_requests

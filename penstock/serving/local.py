@@ -17,8 +17,9 @@ from penstock.errors import InvalidRequest, NotReady
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
-from penstock.serving.answer_future import AnswerFuture
+from penstock.serving.answer_future import AnswerFuture, check_may_block
 from penstock.serving.context import log_about
+from penstock.serving.drift import InputDrift
 from penstock.serving.held_rows import HeldRows
 from penstock.serving.model import Model
 from penstock.serving.pipeline import StagePipeline, make_model
@@ -60,6 +61,7 @@ class ModelThread(Generic[Kind]):
         async def read() -> dict[str, Any]:
             return self._model.metrics.statistics()
 
+        self._check_may_block("statistics()")
         with self._lock:
             if self._is_closed:
                 raise self._closed()
@@ -68,12 +70,16 @@ class ModelThread(Generic[Kind]):
 
     def close(self) -> None:
         """Answer queued requests with an error and stop. Closing again does nothing."""
+        self._check_may_block("close()")
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
         self._end_loop()
+
+    def _check_may_block(self, call: str) -> None:
+        check_may_block(call, self._thread.ident or 0)
 
     def _closed(self) -> NotReady:
         return NotReady(f"model '{self.config.name}' is closed")
@@ -112,13 +118,14 @@ class LocalModel(ModelThread[Model | StagePipeline]):
     def infer(self, inputs: Given | RegisteredRows) -> dict[str, Array]:
         """Return outputs by name. A model that needs one input takes a single array; if the model
         has a batch dimension, so must the arrays."""
+        self._check_may_block("infer()")
         return self.submit(inputs).result()
 
     def submit(self, inputs: Given | RegisteredRows, *, copy: bool = False) -> AnswerFuture:
         """Like `infer`, without waiting: concurrent requests are batched. Small arrays are
         copied; large ones (MIN_VIEW_BYTES) must not change before the answer, unless with `copy`.
         Registered ones never may."""
-        future = AnswerFuture(self.cancel)
+        future = AnswerFuture(self.cancel, self._thread.ident or 0)
         rows: HeldRows | None = None
         form: InputForm | None
         if isinstance(inputs, RegisteredRows):
@@ -147,6 +154,19 @@ class LocalModel(ModelThread[Model | StagePipeline]):
             if not self._is_taking_due:
                 self._is_taking_due = True
                 self._loop.call_soon_threadsafe(self._take_sent)
+
+    def drift(self) -> Sequence[InputDrift]:
+        """Return how the inputs so far compare with the version's evidence; empty without any."""
+
+        async def read() -> Sequence[InputDrift]:
+            return list(self._model.drift)
+
+        self._check_may_block("drift()")
+        with self._lock:
+            if self._is_closed:
+                raise self._closed()
+            answer = asyncio.run_coroutine_threadsafe(read(), self._loop)
+        return answer.result()
 
     def cancel(self, request: Request) -> None:
         """Cancel a request. Its sink is notified, unless it was answered before."""
@@ -186,6 +206,10 @@ async def start(config: ModelConfig, start_life: StartLife) -> Model | StagePipe
         config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
     for warning in config.warnings:
         log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
+    if config.record is not None and config.record.max_bytes:
+        log_about(
+            log, logging.INFO, config, " is not recorded: only `penstock serve --record` does"
+        )
     return await started(make_model(config, start_life))
 
 

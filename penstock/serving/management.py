@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.metrics import Labels
 from penstock.serving.region_registry import Kind, RegionRegistry
-from penstock.serving.scrape import ProcessUsage, ShardUse, cpu_s, expose
+from penstock.serving.scrape import ProcessUsage, ScrapeLines, ShardUse, cpu_s, expose
 from penstock.serving.served import Served
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
@@ -62,6 +62,10 @@ class ManagementCall:
     caller: bytes = b""
 
 
+# Answers a call with JSON.
+Answer = Callable[[ManagementCall], Awaitable[bytes]]
+
+
 class ManagementApi:
     """Answers calls with JSON; raises PenstockError to refuse. `shards` returns their
     processes. Health needs no key; with `tells_reasons` it says why the server is not ready,
@@ -82,18 +86,25 @@ class ManagementApi:
         self.server_id = server_id
         self.usage = ProcessUsage()
         self._tells_reasons = tells_reasons
-        self._shards = shards
+        self.shards = shards
         self.regions = RegionRegistry(catalog.regions, catalog.shards)
+        # Each makes further families of a scrape; parts that this one does not know add theirs.
+        self.families: list[Callable[[], Iterable[ScrapeLines]]] = []
         # Returns how many shards there are, and why.
         self.describe_shards: Callable[[], str] = lambda: ""
-        self._answers: Mapping[str, Callable[[ManagementCall], Awaitable[bytes]]] = {
-            name: getattr(self, name) for name in ACTIONS
-        } | {
+        self._answers: dict[str, Answer] = {name: getattr(self, name) for name in ACTIONS} | {
             f"{kind}_shared_memory_{action}": partial(getattr(self, f"{action}_region"), kind)
             for kind in ("system", "cuda")
             for action in ("status", "register", "unregister")
         }
-        self.actions: Sequence[str] = list(self._answers)
+
+    @property
+    def actions(self) -> Sequence[str]:
+        return list(self._answers)
+
+    def add(self, answers: Mapping[str, Answer]) -> None:
+        """Answer further actions, before any protocol asks for them."""
+        self._answers |= answers
 
     async def answer(self, call: ManagementCall) -> bytes:
         return await self._answers[call.action](call)
@@ -189,12 +200,13 @@ class ManagementApi:
         await self.catalog.refresh()
         # Reading /proc takes a moment per process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
-        return expose(self.catalog.pending(), host, self._shards(), self.regions.usage())
+        others = [family for make in self.families for family in make()]
+        return expose(self.catalog.pending(), host, self.shards(), self.regions.usage(), others)
 
     async def _processes(self) -> list[ProcessState]:
         """Return the core and the shards, with their CPU use over BUSY_S."""
         shown = [ProcessState("core", os.getpid(), 0.0)]
-        for shard in self._shards():
+        for shard in self.shards():
             if shard.pid:
                 shown.append(ProcessState(shard.name, shard.pid, 0.0, shard.num_connections))
         pids = [each.pid for each in shown]
@@ -209,7 +221,7 @@ class ManagementApi:
 
     def _members(self) -> Iterator[tuple[int, Labels]]:
         """Yield the other processes of this server, with their labels in a scrape."""
-        for shard in self._shards():
+        for shard in self.shards():
             if shard.pid:
                 yield shard.pid, {"process": "shard", **shard.labels}
         for model in self.catalog:

@@ -14,9 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import Overloaded, PenstockError
+from penstock import slo
+from penstock.config import SLO_OFF
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    DeadlineExceeded,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    QuotaExceeded,
+)
 
 if TYPE_CHECKING:
+    from penstock.config import ModelConfig
     from penstock.serving.scrape import ScrapeLines
     from penstock.types import Request, Timings
 
@@ -31,6 +42,8 @@ REFUSED_AT_ARRIVAL = (
 )  # fmt: skip
 REFUSED_LATER = ("queue_timeout", "dropped_late", "gave_up")
 DEATHS = ("crash", "hang")
+# Errors that are the server's fault, besides quotas: a client with a good request got no answer.
+SERVER_FAULTS = (Overloaded, NotReady, BackendFailed, DeadlineExceeded)
 # Tokens of a batch.
 TOKEN_BUCKETS = tuple(64 << power for power in range(13))
 # Labels of a sample.
@@ -81,15 +94,44 @@ class BatchStatistics:
         self.output_s += output_s
 
 
+@dataclass(frozen=True, slots=True)
+class SloCount:
+    """Requests that count for an objective of the SLO, and those that missed it."""
+
+    objective: slo.Objective
+    num_requests: int
+    num_bad: int
+
+
 class ModelMetrics:
     """Owned by the core's loop; `num_pending` is read from the model at scrape time."""
 
-    def __init__(self, name: str, version: str, tags: Mapping[str, str] | None = None) -> None:
-        """`tags` are additional labels of its metrics."""
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        tags: Mapping[str, str] | None = None,
+        slo_latency_s: float | None = None,
+        objectives: Sequence[slo.Objective] = (),
+    ) -> None:
+        """`tags` are additional labels of its metrics; a slower answer than `slo_latency_s` is
+        late. `objectives` are those of the SLO."""
         self.name = name
         self.version = version
         self.tags = dict(tags or {})
+        self.slo_latency_s = slo_latency_s
+        self.objectives = tuple(objectives)
+        self._late_after_s = math.inf if slo_latency_s is None else slo_latency_s
         self.num_success = 0
+        # Of `num_success`, answers after the latency limit of the SLO.
+        self.num_late = 0
+        # Answered texts that missed another limit of the SLO.
+        self.num_slow = {"ttft": 0, "tpot": 0}
+        # Requests without an answer that are the server's fault, or whose client left after a limit
+        # of the SLO had passed.
+        self.num_unserved = 0
+        # Seconds that instances computed.
+        self.busy_s = 0.0
         self.num_inferences = 0
         self.num_executions = 0
         self.num_failures = dict.fromkeys(REASONS, 0)
@@ -110,10 +152,35 @@ class ModelMetrics:
         self.padded_bytes = 0
         self.padding_bytes = 0
         self.load_s = 0.0
-        # Returns the metrics that only models of its kind have.
+        # Whether requests may be mirrors, which count as batches and rows only.
+        self.has_mirrors = False
+        # Requests that were written to a recording, and sampled ones that were not, by reason; the
+        # table is empty if nothing is recorded. In how many shards recording has stopped.
+        self.num_recorded = 0
+        self.num_unrecorded: dict[str, int] = {}
+        self.num_record_stopped = 0
+        # Metrics that only models of its kind have, and what makes families of a scrape of them.
+        self.of_kind: object = None
         self.others: Callable[[], Sequence[ScrapeLines]] = tuple
         # Returns them for another process, which adds them up.
         self.record_others: Callable[[], bytes] = bytes
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, name: str = "") -> ModelMetrics:
+        """Create the metrics of a version, or of its stage `name`, which has no SLO of its own."""
+        if name:
+            return cls(name, config.version, config.metric_tags)
+        has_slo = config.slo not in ("", SLO_OFF)
+        objectives = slo.parse(config.slo).objectives if has_slo else ()
+        limit_s = config.batching.slo_latency_s
+        for each in objectives:
+            if each.metric == "latency" and limit_s is None and each.limit_s < math.inf:
+                limit_s = each.limit_s
+        return cls(config.name, config.version, config.metric_tags, limit_s, objectives)
+
+    def blank(self) -> ModelMetrics:
+        """Return metrics of the same version that have counted nothing."""
+        return ModelMetrics(self.name, self.version, self.tags, self.slo_latency_s, self.objectives)
 
     def fold(
         self,
@@ -134,6 +201,9 @@ class ModelMetrics:
             if statistics is None:
                 statistics = self.batches[size] = BatchStatistics()
             statistics.add(*timings.compute_s)
+            self.busy_s += sum(timings.compute_s)
+        if self.has_mirrors:
+            answered = [request for request in answered if not request.is_mirror]
         count = len(answered)
         if count == 0:
             return 0.0, 0.0
@@ -150,6 +220,7 @@ class ModelMetrics:
         batch, instance = for_batch.counts, for_instance.counts
         total_s = queue_s = instance_s = 0.0
         at = index = 0
+        late_after_s = self._late_after_s
         for request in answered:
             timings = request.timings
             span = timings.completed - timings.received
@@ -157,6 +228,8 @@ class ModelMetrics:
                 at = bisect_left(BUCKETS, span)
             total[at] += 1
             total_s += span
+            if span > late_after_s:
+                self.num_late += 1
             span = timings.dispatched - timings.queued
             if not EDGES[index] < span <= EDGES[index + 1]:
                 index = bisect_left(BUCKETS, span)
@@ -181,6 +254,8 @@ class ModelMetrics:
 
     def passed(self, request: Request) -> None:
         """Count one answered request of a model of several stages; their batches count apart."""
+        if request.is_mirror:
+            return
         self.last_inference = time.time()
         self.num_success += 1
         for phase, span_s in zip(self._computes, request.timings.compute_s, strict=True):
@@ -193,18 +268,37 @@ class ModelMetrics:
         self.num_success += 1
         self.num_inferences += 1
         self.num_executions += 1
+        self.num_late += total_s > self._late_after_s
         self.phases["request"].add(total_s)
         self.phases["compute_infer"].add(infer_s)
         self.batches.setdefault(1, BatchStatistics()).add(0.0, infer_s, 0.0)
 
-    def failed(self, reason: str, count: int = 1) -> None:
-        self.num_failures[reason] += count
+    def failed(self, reason: str, error: PenstockError, is_late: bool = False) -> None:
+        """Count an admitted request that gets an error; `is_late`: after a limit of the SLO."""
+        self.num_failures[reason] += 1
+        self.num_unserved += _is_unserved(error, is_late)
 
-    def refused(self, error: PenstockError, reason: str = "") -> None:
+    def refused(self, error: PenstockError, reason: str = "", is_late: bool = False) -> None:
         """Count a request that never ran; `reason` overrides the error's own."""
         self.num_failures["REJECTED" if isinstance(error, Overloaded) else "OTHER"] += 1
+        self.num_unserved += _is_unserved(error, is_late)
         reason = reason or error.reason
         self.num_refused[reason] = self.num_refused.get(reason, 0) + 1
+
+    def is_late(self, seconds: float) -> bool:
+        """Whether an answer after this time misses the latency limit of the SLO."""
+        return seconds > self._late_after_s
+
+    @property
+    def slo_counts(self) -> list[SloCount]:
+        """Requests and bad requests by objective. Errors of clients, and clients that leave in
+        time, do not count."""
+        late = {"latency": self.num_late, **self.num_slow}
+        num_requests = self.num_success + self.num_unserved
+        return [
+            SloCount(each, num_requests, self.num_unserved + late[each.metric])
+            for each in self.objectives
+        ]
 
     @property
     def batch_sizes(self) -> dict[int, int]:
@@ -247,6 +341,12 @@ class ModelMetrics:
             ],
             "memory_usage": [],
         }
+
+
+def _is_unserved(error: PenstockError, is_late: bool) -> bool:
+    if isinstance(error, Cancelled):
+        return is_late
+    return isinstance(error, SERVER_FAULTS) and not isinstance(error, QuotaExceeded)
 
 
 def _duration(count: int, seconds: float) -> dict[str, int]:

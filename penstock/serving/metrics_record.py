@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.serving.metrics import BatchStatistics, Histogram, ModelMetrics
 
 # Attributes that are added up. Those of workers are the core's own.
 SUMMED = (
-    "num_success", "num_inferences", "num_executions", "fail_s", "padded_bytes", "padding_bytes",
+    "num_success", "num_late", "num_inferences", "num_executions", "fail_s", "padded_bytes",
+    "padding_bytes", "num_unserved", "busy_s", "num_recorded", "num_record_stopped",
 )  # fmt: skip
 
 
@@ -25,6 +26,7 @@ class MetricsRecord:
     sums: dict[str, int | float]
     num_failures: dict[str, int]
     num_refused: dict[str, int]
+    num_slow: dict[str, int]
     phases: dict[str, HistogramRecord]
     # By rows: number, and seconds of input, inference and output.
     batches: dict[int, tuple[int, float, float, float]]
@@ -32,6 +34,7 @@ class MetricsRecord:
     last_inference: float
     # What only models of its kind have, in a form of their own.
     others: bytes = b""
+    num_unrecorded: dict[str, int] = field(default_factory=dict)
 
 
 def record_histogram(histogram: Histogram) -> HistogramRecord:
@@ -43,6 +46,7 @@ def record(metrics: ModelMetrics) -> MetricsRecord:
         {name: getattr(metrics, name) for name in SUMMED},
         dict(metrics.num_failures),
         dict(metrics.num_refused),
+        dict(metrics.num_slow),
         {name: record_histogram(each) for name, each in metrics.phases.items()},
         {
             size: (each.count, each.input_s, each.infer_s, each.output_s)
@@ -51,6 +55,7 @@ def record(metrics: ModelMetrics) -> MetricsRecord:
         record_histogram(metrics.batch_tokens),
         metrics.last_inference,
         metrics.record_others(),
+        dict(metrics.num_unrecorded),
     )
 
 
@@ -68,6 +73,8 @@ def add(metrics: ModelMetrics, counted: MetricsRecord) -> None:
     for counts, added in (
         (metrics.num_failures, counted.num_failures),
         (metrics.num_refused, counted.num_refused),
+        (metrics.num_slow, counted.num_slow),
+        (metrics.num_unrecorded, counted.num_unrecorded),
     ):
         for reason, count in added.items():
             counts[reason] = counts.get(reason, 0) + count

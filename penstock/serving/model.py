@@ -23,6 +23,7 @@ from penstock.serving.batcher import Batcher
 from penstock.serving.context import ModelContext, Saturation
 from penstock.serving.core_link import ONLY_SHARD, ShardSetup
 from penstock.serving.dispatcher import Dispatcher
+from penstock.serving.drift import InputDrift
 from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model_host import DirectLink, ModelHost
@@ -33,6 +34,7 @@ from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
+from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.reservation import Reservation
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
@@ -60,7 +62,7 @@ class Model:
     ) -> None:
         quotas, policy = quotas or Quotas(), config.batching
         num_levels = max(1, policy.num_priorities)
-        metrics = metrics or ModelMetrics(config.name, config.version, config.metric_tags)
+        metrics = metrics or ModelMetrics.from_config(config)
         context = ModelContext(
             config=config,
             clock=clock,
@@ -70,6 +72,7 @@ class Model:
             shares=QueueShares(quotas, policy.max_pending, num_levels, shard.elsewhere),
             saturation=Saturation(clock()),
             sees_idle=shard.sees_idle,
+            busy_s=shard.busy_s,
             num_batches=shard.num_batches,
             regions=shard.regions,
         )
@@ -91,9 +94,12 @@ class Model:
             core = DirectLink(self.host)
         self._dispatcher = dispatcher = Dispatcher(context, core, queue, memory, replies, guard)
         self.readiness = Readiness(context, core, dispatcher, queue, memory, guard)
+        self._cold = self.readiness.cold
         if self.host is not None:
             self.host.join(0, self.readiness)
         self.workers: Sequence[WorkerPlace] = dispatcher.workers
+        # Set by the owner if requests are recorded.
+        self.recorder: RequestRecorder | None = None
         # What only one part does, as `Served` promises it.
         self.drain, self.refused = dispatcher.drain, replies.refused
 
@@ -112,6 +118,11 @@ class Model:
         return self.readiness.is_ready
 
     @property
+    def is_cold(self) -> bool:
+        """Whether requests wait for the first instance of a model that is scaled to zero."""
+        return self._cold.is_cold
+
+    @property
     def reason(self) -> str:
         return self.readiness.reason
 
@@ -123,7 +134,12 @@ class Model:
     @property
     def notes(self) -> Sequence[str]:
         """How it is served and why, if its configuration does not say. The core's, likewise."""
-        return () if self.host is None else self.host.notes
+        return () if self.host is None else (*self.host.notes, *self.host.drift.notes)
+
+    @property
+    def drift(self) -> Sequence[InputDrift]:
+        """How live inputs compare with the evidence. The core's, likewise."""
+        return [] if self.host is None else self.host.drift.states
 
     @property
     def batcher(self) -> Batcher | SloBatcher:
@@ -173,6 +189,9 @@ class Model:
         self.readiness.close()
         self.memory.close()
         self._admission.close()
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
 
     def tick(self) -> None:
         """Show other shards again what is here, whatever happened to the page."""
@@ -192,13 +211,18 @@ class Model:
 
     def submit(self, request: Request, reserved: Reservation | None = None) -> None:
         """`reserved` is the memory of the inputs; an admitted request adopts it."""
+        if self.recorder is not None:
+            self.recorder.see(request)
         try:
             if self.readiness.state != "READY":
                 raise self.readiness.not_ready()
+            if self._cold.is_cold:
+                self._cold.check()
             self._admission.admit(request)
         except PenstockError as error:
-            self._admission.refused(request, error, self.num_waiting + self.num_running)
-            self.refused(error, request.timings.received)
+            if not request.is_mirror:
+                self._admission.refused(request, error, self.num_waiting + self.num_running)
+                self.refused(error, request.timings.received)
             request.respond(error)
             return
         try:
@@ -210,6 +234,8 @@ class Model:
             self._withdraw(request, failure, "OTHER")
             return
         self._dispatcher.wake()
+        if self._cold.is_cold:
+            self._cold.wake()
 
     def cancel(self, request: Request) -> None:
         """Cancel a request. Queued, it never runs; in flight, its answer is dropped."""

@@ -19,10 +19,12 @@ from penstock.processes.channel import socket_pair
 from penstock.processes.child import StartLife
 from penstock.serving.context import log_about
 from penstock.serving.core_link import ModelPart
+from penstock.serving.drift_watch import DriftWatch
 from penstock.serving.instance import Instance
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.proof import agreed
 from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, Quarantine
+from penstock.serving.scaler import InstanceScaler
 from penstock.serving.served import ModelProcess
 from penstock.serving.shared_page import PageBlocks, slots_of_workers
 from penstock.serving.supervisor import Supervisor
@@ -78,8 +80,10 @@ class ModelHost:
         self._metrics = metrics
         self._load_began = clock()
         self.supervisor = Supervisor(config, start_life)
-        # Replaced in place: a spare takes over from a dead worker.
+        # Replaced in place: a spare takes over from a dead worker. Places that no worker has now
+        # included.
         self.instances: Sequence[Instance] = self.supervisor.instances
+        self.scaler = InstanceScaler(config, self.supervisor, clock)
         self._quarantine = Quarantine()
         self._parts: dict[int, ModelPart] = {}
         # Workers that the parts know, and the shards that have all answers of leaving workers.
@@ -93,6 +97,8 @@ class ModelHost:
         self.reason = ""
         # How the model is served and why, if its configuration does not say.
         self.notes: tuple[str, ...] = ()
+        self.drift = DriftWatch(config, clock)
+        self.sketched = self.drift.hear
         self._proved: frames.ModelProved | None = None
         # Done when all instances are warm, or when loading failed and `_load_problems` is set. Not
         # an exception of the future: model and traceback would keep each other alive.
@@ -101,8 +107,9 @@ class ModelHost:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker can run a batch."""
-        return self.state == "READY" and any(each.is_ready for each in self.instances)
+        """Whether a worker can run a batch, or is started when a request comes."""
+        has_worker = any(each.is_ready for each in self.instances)
+        return self.state == "READY" and (has_worker or self.scaler.is_cold)
 
     @property
     def shown_state(self) -> str:
@@ -117,7 +124,7 @@ class ModelHost:
 
     @property
     def processes(self) -> list[ModelProcess]:
-        return [each.process for each in self.instances]
+        return [each.process for each in self.instances if each.is_wanted or each.child]
 
     def join(self, shard: int, part: ModelPart) -> None:
         """Let a shard serve the model, now or once it is loaded."""
@@ -131,6 +138,7 @@ class ModelHost:
             return
         self._wants_try.pop(shard, None)
         self.tried(shard)
+        self.scaler.forget(shard)
         for death in list(self._deaths.values()):
             self._miss(death, shard)
         for instance in self.instances:
@@ -146,6 +154,7 @@ class ModelHost:
 
     async def stop(self) -> None:
         """Stop the workers after their current batches."""
+        self.scaler.close()
         await self.supervisor.stop()
         self._parts.clear()
         for death in self._deaths.values():
@@ -153,19 +162,25 @@ class ModelHost:
 
     def instance_ready(self, instance: Instance) -> None:
         assert instance.ready is not None
+        self.scaler.ready(instance)
         if self._proved is not None:
             for shard, part in self._parts.items():
                 self._set_worker(shard, part, instance)
-        elif all(each.is_ready for each in self.instances) and not self._first_ready.done():
-            self._finish_load([each.ready for each in self.instances if each.ready is not None])
+            self.scaler.tell_executors()
+            return
+        wanted = [each for each in self.instances if each.is_wanted]
+        if all(each.is_ready for each in wanted) and not self._first_ready.done():
+            self._finish_load([each.ready for each in wanted if each.ready is not None])
 
     def instance_leaving(self, instance: Instance) -> None:
         self._let_go(instance)
+        self.scaler.tell_executors()
 
     def instance_died(
         self, instance: Instance, reason: str, conclude: Callable[[bool], None]
     ) -> None:
-        if self.state == "READY" and not instance.is_spare:
+        self.scaler.settled(instance.index)
+        if self.state == "READY" and not instance.is_spare and instance.is_wanted:
             self._metrics.num_restarts += 1
             if not instance.is_leaving:
                 self._metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
@@ -204,6 +219,9 @@ class ModelHost:
         for part in self._parts.values():
             part.tick()
         self._grant_try()
+        if self._config.is_scaled and self.state == "READY" and self.scaler.tick():
+            for part in list(self._parts.values()):
+                part.scaled(self.scaler.scaled)
 
     def lost(self, shard: int, lost: frames.Lost) -> None:
         """Hear what a shard lost with a worker; judge when all have said so."""
@@ -276,6 +294,7 @@ class ModelHost:
         self.state = "READY"
         for shard, part in self._parts.items():
             self._introduce(shard, part, proved)
+        self.scaler.tell_executors()
         self._first_ready.set_result(None)
 
     def _introduce(self, shard: int, part: ModelPart, proved: frames.ModelProved) -> None:
@@ -285,6 +304,8 @@ class ModelHost:
         for instance in self.instances:
             if instance.is_ready and not instance.is_leaving:
                 self._set_worker(shard, part, instance)
+        if self.scaler.is_cold:
+            part.scaled(self.scaler.scaled)
 
     def _set_worker(self, shard: int, part: ModelPart, instance: Instance) -> None:
         """Give a shard and a ready worker a socket to each other."""
@@ -376,7 +397,7 @@ class DirectLink:
     def __init__(self, host: ModelHost, shard: int = 0) -> None:
         self._host = host
         self._shard = shard
-        self.answered, self.hung = host.answered, host.hung
+        self.answered, self.hung, self.wake = host.answered, host.hung, host.scaler.wake
 
     def lost(self, lost: frames.Lost) -> None:
         self._host.lost(self._shard, lost)
@@ -389,3 +410,6 @@ class DirectLink:
 
     def left(self, index: int, life: int) -> None:
         self._host.left(self._shard, index, life)
+
+    def report(self, load: frames.PartLoad) -> None:
+        self._host.scaler.report(self._shard, load)

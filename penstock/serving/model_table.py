@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import listed
 from penstock.serving.quotas import Quotas
 from penstock.serving.regions import RegionTable
+from penstock.serving.request_recorder import Recorders
 from penstock.serving.served import Served
+from penstock.serving.traffic_split import TrafficSplit
+from penstock.wire.frames import SplitRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +25,33 @@ class LoadFailure:
 
 
 class ModelTable:
-    """Requests without a version go to the highest loaded one."""
+    """Requests without a version go to the highest loaded one, or as a split says."""
 
     def __init__(self) -> None:
         # Quotas of API keys, shared by all models.
         self.quotas = Quotas()
         # Memory that clients have registered.
         self.regions = RegionTable()
+        self.recorders = Recorders()
         self._models: dict[str, dict[str, Served]] = {}
         self._latest: dict[str, Served] = {}
+        # Rollouts by model: how requests are split and, where there are requests, what splits them.
+        # Mostly empty, so requests need not ask for theirs.
+        self.rules: dict[str, SplitRule] = {}
+        self.splits: dict[str, TrafficSplit] = {}
+        # Versions of rollouts that are loaded, but not served by themselves.
+        self._candidates: dict[str, Served] = {}
         self._failures: dict[str, LoadFailure] = {}
         # Models that are loading: requests for them get NotReady, which clients retry.
         self._awaited: set[str] = set()
         self._is_closed = False
 
     def __iter__(self) -> Iterator[Served]:
-        for versions in self._models.values():
+        for name, versions in self._models.items():
             yield from versions.values()
+            candidate = self._candidates.get(name)
+            if candidate is not None and candidate.config.version not in versions:
+                yield candidate
 
     @property
     def failures(self) -> list[LoadFailure]:
@@ -47,8 +60,9 @@ class ModelTable:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every requested model can answer."""
-        return not self.failures and all(model.is_ready for model in self)
+        """Whether every requested model can answer; a candidate need not."""
+        versions = (each for found in self._models.values() for each in found.values())
+        return not self.failures and all(model.is_ready for model in versions)
 
     def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
         """Count a request of this key on arrival, whatever its outcome. QuotaExceeded if the key
@@ -76,6 +90,11 @@ class ModelTable:
             return model
         if name not in self._models:
             raise self._absence(name)
+        candidate = self._candidates.get(name)
+        if candidate is not None and candidate.config.version == version:
+            if not self._is_shadow(name):
+                return candidate
+            raise NotFound(f"'{name}' version {version} is a shadow, which answers no request")
         raise NotFound(
             f"Request for unknown model: '{name}' version {version} is not found; "
             f"loaded: {', '.join(self.versions(name))}"
@@ -91,6 +110,20 @@ class ModelTable:
             return NotReady(f"model '{name}' is loading")
         loaded = listed(sorted(self._models))
         return NotFound(f"Request for unknown model: '{name}' is not found; loaded: {loaded}")
+
+    def _is_shadow(self, name: str) -> bool:
+        """Whether the candidate of a model answers no requests."""
+        rule = self.rules.get(name)
+        return rule is None or rule.mode == "shadow"
+
+    def choose(
+        self, name: str, version: str, headers: Mapping[bytes, bytes]
+    ) -> tuple[Served, TrafficSplit | None]:
+        """Return the version that answers a request, and the split that counts it, if there is one:
+        requests that name a version are not split."""
+        model = self.find(name, version)
+        split = None if version else self.splits.get(name)
+        return (model, None) if split is None else (split.pick(headers), split)
 
     def find_all(self, name: str, version: str = "") -> list[Served]:
         """Return the named version, all loaded versions of the model, or those of all models."""

@@ -35,6 +35,8 @@ AIM_MARGIN = 0.05
 REFRESH_S = 1.0
 # Time constant of the average arrival rate.
 ARRIVALS_S = 0.1
+# What is left of the weight of earlier arrivals each time that the mean of all geometries is read.
+FADE = 0.97
 MAX_PACES = 512
 
 
@@ -47,6 +49,8 @@ class GeometryPace:
     target_s: float = 0.0
     arrivals_per_s: float = 0.0
     _arrived_at: float = -math.inf
+    # Of this geometry in the mean of all.
+    weight: float = 0.0
 
     @property
     def unit_s(self) -> float:
@@ -77,6 +81,7 @@ class GeometryPace:
         fade = math.exp((self._arrived_at - now) / ARRIVALS_S)
         self.arrivals_per_s = self.arrivals_per_s * fade + size / ARRIVALS_S
         self._arrived_at = now
+        self.weight += size
 
     def arrivals_at(self, now: float) -> float:
         """Return the arrival rate at a time at which nothing arrived."""
@@ -97,7 +102,7 @@ class Paces:
         self.by_geometry: dict[object, GeometryPace] = {}
         self._spread = Spread()
         # The slowest 1 % of batches take at least this many times the mean.
-        self._inflation = 1.0
+        self.inflation = 1.0
         self.lag_s = 0.0
         self.refresh_at = -math.inf
         self.num_executors = num_executors
@@ -115,7 +120,7 @@ class Paces:
         """Aim anew; call it from `refresh_at` on."""
         self.refresh_at = now + REFRESH_S
         self.lag_s /= 2
-        self._inflation = self._spread.inflation
+        self.inflation = self._spread.inflation
         for pace in self.by_geometry.values():
             self._aim(pace)
 
@@ -125,7 +130,7 @@ class Paces:
         num_batches = 1 + 1 / self.num_executors
         limit_s = self.usable_s
         pace.aim(limit_s / num_batches, self._max_size)
-        pace.aim_lower(limit_s / (num_batches + SPREADS * (self._inflation - 1)))
+        pace.aim_lower(limit_s / (num_batches + SPREADS * (self.inflation - 1)))
 
     def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
         """Seed batch times from warm-up, in seconds by size; for one geometry, or for all. Rows are
@@ -155,6 +160,20 @@ class Paces:
         if has_drifted or not was_known:
             self._aim(pace)
 
+    def mean_times(self) -> dict[int, float]:
+        """Return T(b) over all geometries, weighted by what arrived of each lately; empty if it is
+        unknown. Reading it fades earlier arrivals."""
+        known = [pace for pace in self.by_geometry.values() if pace.times.is_known]
+        total = sum(pace.weight for pace in known)
+        if total <= 0:
+            return self._prior.means_s if self._prior.is_known else {}
+        mean = dict.fromkeys(self._prior.means_s, 0.0)
+        for pace in known:
+            for size, each_s in pace.times.means_s.items():
+                mean[size] += each_s * pace.weight / total
+            pace.weight *= FADE
+        return mean
+
     def note_wait(self, waited_s: float) -> None:
         self.lag_s = max(self.lag_s, min(waited_s, MAX_LAG * self._slo_s))
 
@@ -174,13 +193,13 @@ class Paces:
     def spread_s(self, batch_s: float, times: float = 1.0) -> float:
         """Return how much longer it may take, within the SLO: more would refuse everything."""
         room_s = self.usable_s - batch_s * (1 + 1 / self.num_executors)
-        return max(0.0, min(times * (self._inflation - 1) * batch_s, room_s))
+        return max(0.0, min(times * (self.inflation - 1) * batch_s, room_s))
 
     def largest_by(self, pace: GeometryPace, limit_s: float, max_size: int) -> int:
         """Return the largest batch that takes no longer than this, even if it is slow; at least
         1."""
         times = pace.times
-        size = min(max_size, times.largest_within(limit_s / self._inflation))
+        size = min(max_size, times.largest_within(limit_s / self.inflation))
         # The spread is limited, so more may fit.
         while size < max_size:
             larger = min(max_size, size + max(1, size // 8))

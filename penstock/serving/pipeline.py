@@ -14,12 +14,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.backends.preprocess import NUM_TOKENS, STEP
-from penstock.config import CPU, IMAGE, PREPROCESS_BACKEND, BatchPolicy, ModelConfig, QueuePolicy
+from penstock.config import (
+    CPU,
+    IMAGE,
+    PREPROCESS_BACKEND,
+    BatchPolicy,
+    ModelConfig,
+    QueuePolicy,
+    ScalingConfig,
+)
 from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import queue_timeout_s
 from penstock.serving.core_link import ONLY_SHARD, ShardSetup
+from penstock.serving.drift import InputDrift
 from penstock.serving.elsewhere import NOTHING_ELSEWHERE
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
@@ -29,6 +38,7 @@ from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.regions import NO_REGIONS, RegionTable
 from penstock.serving.replies import AnswerOrder, is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
+from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
 
@@ -59,6 +69,7 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
         outputs=(*step.inputs, NUM_TOKENS),
         batching=_before_batching(config.batching),
         num_instances=1,
+        scaling=ScalingConfig(),
         device=CPU,
         spread=(),
         postprocess=None,
@@ -116,8 +127,10 @@ class Journey:
         inner.caller, inner.priority = request.caller, request.priority
         inner.parameters = request.parameters
         inner.takes_arrays = is_last and request.takes_arrays
-        if self.timeout_s is not None:
-            left_s = request.timings.queued + self.timeout_s - now
+        # A stage that is scaled to zero knows how long requests wait for its first instance.
+        timeout_s = request.timeout_s if owner.models[self.at].is_cold else self.timeout_s
+        if timeout_s is not None:
+            left_s = request.timings.queued + timeout_s - now
             if left_s <= 0 and not owner.is_delayed(request):
                 owner.finish(self, QUEUE_TIMEOUT)
                 return
@@ -183,12 +196,12 @@ class StagePipeline:
         self.config = config
         self.clock = clock
         self.stages = tuple(stages)
-        self._metrics = ModelMetrics(config.name, config.version, config.metric_tags)
+        self._metrics = ModelMetrics.from_config(config)
         self.models: list[Model] = []
         for index, stage in enumerate(stages):
             shard = shards[index] if shards else ONLY_SHARD
             name = f"{config.name}:{stage.name}"
-            metrics = ModelMetrics(name, config.version, config.metric_tags)
+            metrics = ModelMetrics.from_config(config, name)
             model = Model(
                 stage.config, start_life=start_life, clock=clock, metrics=metrics, shard=shard
             )
@@ -202,6 +215,8 @@ class StagePipeline:
         # Checks requests before any stage runs; lengths are known only to the stages.
         self._planner = Planner(replace(config, batching=replace(policy, max_tokens=None)), 0)
         self._order = AnswerOrder(clock, elsewhere) if policy.preserve_ordering else None
+        # Set by the owner if requests are recorded; those of stages are not.
+        self.recorder: RequestRecorder | None = None
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
@@ -229,6 +244,9 @@ class StagePipeline:
         await asyncio.gather(*(model.close() for model in self.models))
         if self._order is not None:
             self._order.close()
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
 
     def tick(self) -> None:
         """Show other shards again what is here, whatever happened to the page."""
@@ -280,20 +298,30 @@ class StagePipeline:
         found = [each for model in reversed(self.models) for each in model.processes]
         return [replace(each, index=index) for index, each in enumerate(found)]
 
+    @property
+    def drift(self) -> Sequence[InputDrift]:
+        """Drift of the clients' inputs, and of the network's own."""
+        return [state for model in self.models for state in model.drift]
+
     def explain(self) -> Explanation:
         """Explain the network's batches; the other stages are notes."""
         told = self.models[-1].explain()
         refused = {name: count for name, count in self.metrics.num_refused.items() if count}
         notes = [*self.config.warnings, *self.config.notes, *told.notes]
+        hosts = [model.host for model in self.models[:-1] if model.host is not None]
+        notes += [note for host in hosts for note in host.drift.alarms]
         for stage, model in zip(self.stages, self.models, strict=True):
             notes.append(_describe(stage.name, model))
         return replace(told, state=self.shown_state, refused=refused, notes=notes)
 
     def submit(self, request: Request) -> None:
+        if self.recorder is not None:
+            self.recorder.see(request)
         try:
             self._admit(request)
         except PenstockError as error:
-            self.refused(error, request.timings.received)
+            if not request.is_mirror:
+                self.refused(error, request.timings.received)
             request.respond(error)
             return
         now = request.timings.queued = self.clock()
@@ -362,11 +390,14 @@ class StagePipeline:
             self._order.respond(request, answer)
 
     def _count_failure(self, request: Request, error: PenstockError, now: float) -> None:
-        self._metrics.fail_s += now - request.timings.received
+        if request.is_mirror:
+            return
+        waited_s = now - request.timings.received
+        self._metrics.fail_s += waited_s
         if isinstance(error, Cancelled):
-            self._metrics.failed("CANCELED")
+            self._metrics.failed("CANCELED", error, self._metrics.is_late(waited_s))
         elif isinstance(error, BackendFailed):
-            self._metrics.failed("BACKEND")
+            self._metrics.failed("BACKEND", error)
         else:
             self._metrics.refused(error)
         if is_overload(error):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.config import CPU, EACH_GPU, MAX_INSTANCES, ModelConfig
 from penstock.errors import ConfigError
+from penstock.repository.parameters import scaling_problem
 
 if TYPE_CHECKING:
     from penstock.system.devices import Gpu
@@ -44,6 +45,8 @@ def place(config: ModelConfig, gpus: Sequence[Gpu]) -> ModelConfig:
     if len(devices) > MAX_INSTANCES:
         text = f"{len(devices)} instances on {len(gpus)} GPUs; at most {MAX_INSTANCES}"
         problems.append(f"instance_group: {text}")
+    if not problems and (found := scaling_problem(config.on(devices))) is not None:
+        problems.append(f"parameters.{found[0]}: {found[1]}")
     if problems:
         raise ConfigError(problems)
     return config.on(devices)

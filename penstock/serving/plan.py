@@ -131,7 +131,8 @@ class Planner:
         self._config = config
         self.slab_bytes = slab_bytes
         has_bytes = any(spec.datatype == "BYTES" for spec in config.inputs)
-        self._has_rows = config.max_batch_size > 0 and not has_bytes
+        # Whether requests can have rows of slabs.
+        self.has_rows = config.max_batch_size > 0 and not has_bytes
         # ONNX strings are UTF-8; a preprocess function may take any bytes.
         self._needs_utf8 = config.backend == "onnxruntime" and config.preprocess is None
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
@@ -319,7 +320,7 @@ class Planner:
         self, present: tuple[int, ...], row_shapes: tuple[tuple[int, ...], ...], num_rows: int
     ) -> Geometry:
         layout = None
-        if self._has_rows and len(present) == len(self._config.inputs):
+        if self.has_rows and len(present) == len(self._config.inputs):
             row_bytes = column_bytes(self._config, row_shapes)
             layout = Layout.fitting(row_bytes, self.slab_bytes, self._config.max_batch_size)
             if layout is not None and layout.capacity < num_rows:

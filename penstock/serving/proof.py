@@ -55,12 +55,14 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
     the model itself is tried out, and the runner is then told whether to pad."""
     if isinstance(runner, Processed | Headed):
         return _prove_inside(config, runner)
-    if config.max_batch_size == 0 or not config.batching.is_dynamic:
+    # On a GPU single requests are padded too: each length would need a CUDA graph of its own.
+    if config.max_batch_size == 0 or not (config.batching.is_dynamic or config.uses_gpu):
         reason = "the model is not batched dynamically" if config.padding else ""
         return Proof(unpadded=reason)
     trial = ProofTrial(config, runner)
     unbatched, notes = "", list[str]()
-    if config.max_batch_size > 1 and not runner.keeps_rows_apart:
+    is_batched = config.max_batch_size > 1 and config.batching.is_dynamic
+    if is_batched and not runner.keeps_rows_apart:
         try:
             trial.check_company()
         except Difference as difference:

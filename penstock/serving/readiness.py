@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from penstock.errors import NotReady
+from penstock.serving.cold_start import ColdRequests
 from penstock.serving.context import ModelContext
 from penstock.serving.core_link import CoreLink
 from penstock.serving.dispatcher import Dispatcher
@@ -27,6 +28,8 @@ State = Literal["LOADING", "READY", "UNAVAILABLE", "UNLOADING"]
 # the model's load time if that is longer.
 UNAVAILABLE_AFTER_S = 30.0
 LOAD_FACTOR = 2
+# Reasons of requests that were refused for lack of time.
+TOO_LATE = ("predicted_late", "dropped_late", "queue_timeout")
 
 
 class Readiness:
@@ -53,6 +56,7 @@ class Readiness:
         self._saturation = context.saturation
         self._clock = context.clock
         self._num_batches = context.num_batches
+        self.cold = ColdRequests(context.config, core, queue, context.clock)
         self.state: State = "LOADING"
         self.reason = ""
         # Why the last worker ended.
@@ -62,8 +66,8 @@ class Readiness:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker can run a batch."""
-        return self.state == "READY" and self._has_worker
+        """Whether a worker can run a batch, or is started when a request comes."""
+        return self.state == "READY" and (self._has_worker or self.cold.is_cold)
 
     @property
     def _has_worker(self) -> bool:
@@ -100,6 +104,7 @@ class Readiness:
         self._saturation.note(False, self._clock())
         self._queue.batcher.seed(worker.timings)
         self._without_worker_since = None
+        self.cold.end()
         self._count_executors()
         self._dispatcher.pump()
 
@@ -129,10 +134,33 @@ class Readiness:
     def set_reason(self, reason: str) -> None:
         self._last_reason = reason
 
+    def scaled(self, scaled: frames.Scaled) -> None:
+        if scaled.target == 0:
+            self.cold.begin(scaled.load_s)
+
     def tick(self) -> None:
         self._dispatcher.tick()
+        self.cold.tick()
         self._fail_if_unavailable()
         self._report_hangs()
+        if self._config.is_scaled:
+            self._count_executors()
+            self._report_load()
+
+    def _report_load(self) -> None:
+        """Tell the core how much there is to do, and how much was late."""
+        batcher, refused = self._queue.batcher, self._metrics.num_refused
+        self._core.report(
+            frames.PartLoad(
+                batcher.size_offered,
+                batcher.size_queued,
+                self._dispatcher.busy_s,
+                batcher.mean_times(),
+                batcher.inflation,
+                batcher.num_offered,
+                self._metrics.num_late + sum(refused[reason] for reason in TOO_LATE),
+            )
+        )
 
     def _report_hangs(self) -> None:
         """Tell the core which workers take too long over their oldest batch."""
@@ -160,7 +188,7 @@ class Readiness:
 
     def _fail_if_unavailable(self) -> None:
         """Fail queued requests when no worker came back in time."""
-        if self.state != "READY" or self._has_worker:
+        if self.state != "READY" or self._has_worker or self.cold.is_cold:
             return
         patience_s = max(UNAVAILABLE_AFTER_S, LOAD_FACTOR * self._metrics.load_s)
         since = self._without_worker_since
@@ -169,8 +197,10 @@ class Readiness:
             self._dispatcher.check_idle()
 
     def _count_executors(self) -> None:
-        num_ready = sum(each.num_slots for each in self._workers if each.is_ready)
-        self._queue.batcher.count_executors(num_ready, self._clock())
+        ready = [each for each in self._workers if each.is_ready and not each.is_leaving]
+        if ready or not self.cold.is_cold:
+            num_ready = sum(each.num_slots for each in ready)
+            self._queue.batcher.count_executors(num_ready, self._clock())
 
     def _pad(self, pads: Pads, proved: frames.ModelProved) -> None:
         self._planner.pads = pads

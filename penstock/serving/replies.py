@@ -118,7 +118,8 @@ class Replies:
             self._shares.leave(request)
         if isinstance(answer, PenstockError):
             request.timings.completed = now = self._clock()
-            self._metrics.fail_s += now - request.timings.received
+            if not request.is_mirror:
+                self._metrics.fail_s += now - request.timings.received
         if self.order is None:
             request.respond(answer)
         else:
@@ -127,14 +128,17 @@ class Replies:
     def fail(self, request: Request, error: PenstockError, reason: str) -> None:
         """End an admitted request with an error, unless it has ended."""
         if not has_ended(request):
-            self._metrics.failed(reason)
+            if not request.is_mirror:
+                waited_s = self._clock() - request.timings.received
+                self._metrics.failed(reason, error, self._metrics.is_late(waited_s))
             self.finish(request, error)
 
     def refuse(self, request: Request, error: PenstockError, reason: str = "") -> None:
         """End an admitted request that never ran; `reason` overrides the error's own."""
         self._memory.release(request, was_dispatched=False)
-        self._metrics.refused(error, reason)
-        self._note_overload(error, self._clock())
+        if not request.is_mirror:
+            self._metrics.refused(error, reason)
+            self._note_overload(error, self._clock())
         self.finish(request, error)
 
     def refused(self, error: PenstockError, received: float) -> None:

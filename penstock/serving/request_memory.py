@@ -38,8 +38,11 @@ class RequestMemory:
         self._receiving: set[Reservation] = set()
         self._queued: set[Request] = set()
         self._num_reserved_bytes = 0
-        max_slabs = max(config.memory.max_slabs, 2 * config.num_instances)
+        max_slabs = max(config.memory.max_slabs, 2 * config.max_instances)
         self.pool = SlabPool(context.planner.slab_bytes, max_slabs)
+        if config.uses_gpu and context.planner.has_rows:
+            # Workers pin slabs, which takes milliseconds: not while requests wait.
+            self.pool.prepare(min(max_slabs, config.num_instances + 1))
         # Every slab there is; it grows, and workers must map each before its first batch.
         self.slabs: Sequence[Slab] = self.pool.slabs
         fixed = [index for index, spec in enumerate(config.outputs) if spec.is_fixed]

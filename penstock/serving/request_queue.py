@@ -120,6 +120,14 @@ class RequestQueue:
         for request in (*suspects, *self.batcher.drain()):
             self._replies.refuse(request, error, "gave_up")
 
+    def refuse_older(self, than: float, error: PenstockError) -> None:
+        """End the requests with an error that were queued before this time."""
+        waiting = [request for lane in self.batcher.waiting() for request in lane.walk()]
+        for request in (*waiting, *self.suspects):
+            if request.timings.queued < than:
+                self.remove(request)
+                self._replies.refuse(request, error, "gave_up")
+
     def refuse_quarantined(self) -> None:
         """Refuse quarantined requests that are already queued."""
         waiting = [request for lane in self.batcher.waiting() for request in lane.walk()]

@@ -7,9 +7,10 @@ Triton's counters do not end in `_total`, which client libraries require.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
 
@@ -17,7 +18,8 @@ import psutil
 
 import penstock
 from penstock.backends import GPU_FALLBACK
-from penstock.serving.metrics import PHASES, WAITS, Histogram, Labels, ModelMetrics
+from penstock.serving.drift import InputDrift
+from penstock.serving.metrics import PHASES, WAITS, Histogram, Labels, ModelMetrics, SloCount
 from penstock.serving.served import ModelProcess
 from penstock.system.devices import GpuUse, Watch
 
@@ -65,6 +67,16 @@ class Pending:
     num_pending: int
     num_ready: int
     processes: Sequence[ModelProcess] = ()
+    # Its stages have metrics of their own, and compute for it.
+    is_staged: bool = False
+    drift: Sequence[InputDrift] = ()
+    # Of the model or stage itself, by state.
+    instances: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def busy_s(self) -> str | None:
+        """Seconds that its instances computed; None if its stages show theirs."""
+        return None if self.is_staged else f"{self.metrics.busy_s:.6f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +127,7 @@ NUMBERS = (
     ("penstock_worker_restarts", "Workers started again", "counter", "metrics.num_restarts"),
     ("penstock_padded_bytes", "Padded inputs, with the padding", "counter", "metrics.padded_bytes"),
     ("penstock_padding_bytes", "Padding of padded inputs", "counter", "metrics.padding_bytes"),
+    ("penstock_busy_seconds", "Seconds that instances computed", "counter", "busy_s"),
     ("nv_inference_pending_request_count", "Requests that are queued", "gauge", "num_pending"),
     ("penstock_ready_instances", "Instances that can run a batch", "gauge", "num_ready"),
     ("nv_model_load_duration_secs", "Seconds the model took to load", "gauge", "metrics.load_s"),
@@ -124,6 +137,29 @@ TABLES = (
     ("nv_inference_request_failure", "Requests failed", "num_failures", "reason"),
     ("penstock_rejections", "Requests refused before they ran", "num_refused", "reason"),
     ("penstock_worker_deaths", "Workers that died while serving", "num_deaths", "cause"),
+)
+# Metrics of each objective of an SLO: name, help, type and value.
+SLO_METRICS: tuple[tuple[str, str, str, Callable[[SloCount], object]], ...] = (
+    ("penstock_slo_requests", "Requests that count for the SLO", "counter",
+     lambda each: each.num_requests),
+    ("penstock_slo_bad_requests", "Requests that missed it: late, failed or refused", "counter",
+     lambda each: each.num_bad),
+    ("penstock_slo_objective", "Share of requests that must keep it (0 to 1)", "gauge",
+     lambda each: each.objective.share),
+    ("penstock_slo_latency_seconds", "Limit of a request", "gauge",
+     lambda each: each.objective.limit_s if each.objective.limit_s < math.inf else None),
+)  # fmt: skip
+# Metrics of each input of a version with evidence; attribute of `InputDrift`.
+DRIFT_METRICS = (
+    ("penstock_drift_rows", "Rows compared with the evidence", "counter", "num_rows"),
+    (
+        "penstock_drift_out_of_range_share",
+        "Share of rows outside of the evidence's range",
+        "gauge",
+        "outside_share",
+    ),
+    ("penstock_drift_distance", "Distance from the evidence's data", "gauge", "distance"),
+    ("penstock_drift_alarm", "1: inputs are not like the evidence's", "gauge", "is_alarm"),
 )
 # Metrics of each GPU: Triton's names, units and types; attribute of `GpuUse`.
 GPU_METRICS = (
@@ -141,11 +177,13 @@ def expose(
     host: HostUse | None = None,
     shards: Sequence[ShardUse] = (),
     regions: Mapping[str, tuple[int, int]] | None = None,
+    others: Iterable[ScrapeLines] = (),
 ) -> bytes:
     """Render the text of a scrape. `regions` are the number and bytes of clients' shared memory, by
-    kind."""
+    kind; `others` are families that other parts of the server make."""
     items = [(model.metrics.labels, model) for model in models]
-    optional = [*_optional(items), *_shards(shards), *_regions(regions or {})]
+    optional = [*_slos(items), *_optional(items), *_shards(shards), *_regions(regions or {})]
+    optional += others
     optional += [] if host is None else _host(host)
     families = [*_of_every_model(items), *(family for family in optional if family.lines)]
     text, version = "The version that runs; always 1", {"version": penstock.__version__}
@@ -173,6 +211,12 @@ def _of_every_model(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
             for value, count in getattr(item.metrics, attribute).items()
         ]
         yield ScrapeLines.of(name, f"{text}, by {label}", "counter", samples)
+    states = [
+        ({**labels, "state": state}, count)
+        for labels, item in items
+        for state, count in item.instances.items()
+    ]
+    yield ScrapeLines.of("penstock_instances", "Instances, by state", "gauge", states)
     for phase in PHASES:
         totals = [(labels, round(i.metrics.phases[phase].total * 1e6)) for labels, i in items]
         text = f"Microseconds in {phase}, all requests"
@@ -190,6 +234,17 @@ def _batch_sizes(metrics: ModelMetrics) -> Histogram:
     for size, count in metrics.batch_sizes.items():
         found.add(size, count)
     return found
+
+
+def _slos(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    """Yield the families of versions with an SLO, by metric of the SLO."""
+    counts = [
+        ({**labels, "metric": each.objective.metric}, each)
+        for labels, item in items
+        for each in item.metrics.slo_counts
+    ]
+    for name, text, kind, read in SLO_METRICS:
+        yield ScrapeLines.of(name, text, kind, [(labels, read(each)) for labels, each in counts])
 
 
 def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
@@ -214,6 +269,8 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
     ]
     text = "1: the instance runs on the CPU, as the engine for GPUs cannot read its model"
     yield ScrapeLines.of("penstock_gpu_fallback", text, "gauge", fallen)
+    yield from _recordings(items)
+    yield from _drift(items)
     # A family that several models share is written once.
     shared: dict[str, ScrapeLines] = {}
     for _, item in items:
@@ -221,6 +278,35 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
             known = shared.setdefault(family.name, replace(family, lines=()))
             shared[family.name] = replace(known, lines=[*known.lines, *family.lines])
     yield from shared.values()
+
+
+def _recordings(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    recorded = [(labels, item.metrics) for labels, item in items if item.metrics.num_unrecorded]
+    counts = [(labels, metrics.num_recorded) for labels, metrics in recorded]
+    text = "Requests written to the recording"
+    yield ScrapeLines.of("penstock_recorded_requests", text, "counter", counts)
+    dropped = [
+        ({**labels, "reason": reason}, count)
+        for labels, metrics in recorded
+        for reason, count in metrics.num_unrecorded.items()
+    ]
+    text = "Sampled requests that are not in the recording, by reason"
+    yield ScrapeLines.of("penstock_record_dropped", text, "counter", dropped)
+    stopped = [(labels, metrics.num_record_stopped) for labels, metrics in recorded]
+    text = "Shards that cannot write the recording"
+    yield ScrapeLines.of("penstock_record_stopped", text, "gauge", stopped)
+
+
+def _drift(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    states = [
+        ({**labels, "tensor": each.tensor, "quantity": each.quantity}, each)
+        for labels, item in items
+        for each in item.drift
+    ]
+    for name, text, kind, attribute in DRIFT_METRICS:
+        samples = [(labels, getattr(each, attribute)) for labels, each in states]
+        known = [(labels, int(v) if isinstance(v, bool) else v) for labels, v in samples]
+        yield ScrapeLines.of(name, text, kind, known)
 
 
 def _shards(shards: Sequence[ShardUse]) -> Iterator[ScrapeLines]:
@@ -274,12 +360,12 @@ class ProcessUsage:
     """Reads resource use. Utilisation is since the last `read`, so use one per server."""
 
     def __init__(self, gpus: Watch | None = None) -> None:
-        self._gpus = gpus or Watch()
+        self.gpus = gpus or Watch()
         psutil.cpu_percent(None)
 
     def begin(self) -> None:
         """Start counting the GPUs' energy. Opens their driver: not for the event loop."""
-        self._gpus.uses()
+        self.gpus.uses()
 
     def read(self, members: Iterable[tuple[int, Labels]] = ()) -> HostUse:
         """Read the use of this process and of `members`; one that has just exited is left out."""
@@ -296,7 +382,7 @@ class ProcessUsage:
             memory_total_bytes=memory.total,
             memory_used_bytes=memory.total - memory.available,
             processes=processes,
-            gpus=self._gpus.uses(),
+            gpus=self.gpus.uses(),
         )
 
 

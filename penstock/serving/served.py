@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.backends import GPU_MEMORY
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
+from penstock.serving.drift import InputDrift
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
+from penstock.serving.request_recorder import RequestRecorder
 from penstock.types import Servable
+
+InstancePhase = Literal["ready", "starting", "leaving"]
+PROCESS_STATES: tuple[InstancePhase, ...] = ("ready", "starting", "leaving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,14 @@ class ModelProcess:
     pid: int
     is_ready: bool
     built: Mapping[str, str]
+    # It gets no more batches, and ends soon.
+    is_leaving: bool = False
+
+    @property
+    def state(self) -> InstancePhase:
+        if self.is_leaving:
+            return "leaving"
+        return "ready" if self.is_ready else "starting"
 
     @property
     def gpu_memory_bytes(self) -> int:
@@ -33,6 +46,9 @@ class ModelProcess:
 
 class Served(Servable, Protocol):
     """A loaded version: started once, serves until closed. Runs on the core's event loop."""
+
+    # Records requests, if the operator wants that; set once, before requests come.
+    recorder: RequestRecorder | None
 
     @property
     def config(self) -> ModelConfig: ...
@@ -56,6 +72,9 @@ class Served(Servable, Protocol):
     def processes(self) -> Sequence[ModelProcess]: ...
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def drift(self) -> Sequence[InputDrift]:
+        """How live inputs compare with the version's evidence; empty without any."""
 
     async def start(self) -> None:
         """Load and wait until it is ready. ConfigError if it cannot be loaded."""

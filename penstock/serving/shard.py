@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,9 @@ from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.pipeline import StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota
 from penstock.serving.served import Served
-from penstock.serving.shared_page import PageElsewhere, SharedPage, slots_of_workers
+from penstock.serving.shared_page import PageElsewhere, SharedPage, num_slots, slots_of_workers
+from penstock.serving.split_counts import SplitCounts
+from penstock.serving.traffic_split import renew_split
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.shard")
@@ -43,6 +46,8 @@ class ModelReading:
     stages: list[MetricsRecord]
     num_waiting: int
     stages_waiting: list[int]
+    # Of the rollout in which the model is the candidate.
+    split: SplitCounts | None = None
 
 
 class RemoteCore:
@@ -79,6 +84,12 @@ class RemoteCore:
 
     def left(self, index: int, life: int) -> None:
         self._tell(frames.Left(index, life))
+
+    def report(self, load: frames.PartLoad) -> None:
+        self._tell(load)
+
+    def wake(self) -> None:
+        self._tell(frames.Wake())
 
     def _tell(self, message: frames.FromPartMessage) -> None:
         self._send(frames.FromPart(self._part, message))
@@ -119,6 +130,19 @@ class ShardTable(ModelTable):
         failures = frame.failures.items()
         self._failures = {name: LoadFailure(name, problems) for name, problems in failures}
         self._awaited = set(frame.awaited)
+        self._set_splits(frame.splits, models)
+
+    def _set_splits(
+        self, rules: Mapping[str, frames.SplitRule], models: Mapping[int, Served]
+    ) -> None:
+        """Split requests by these rules; counts of rollouts that go on are kept."""
+        known, self.splits, self._candidates = self.splits, {}, {}
+        self.rules = dict(rules)
+        for name, rule in rules.items():
+            stable, candidate = self._latest.get(name), models.get(rule.number)
+            if stable is not None and candidate is not None:
+                self._candidates[name] = candidate
+                self.splits[name] = renew_split(known.get(name), rule, stable, candidate)
 
 
 class Shard:
@@ -172,6 +196,8 @@ class Shard:
                 part.set_quarantine(quarantine)
             case frames.SetReason(text):
                 part.set_reason(text)
+            case frames.Scaled() as scaled:
+                part.scaled(scaled)
             case frames.TryGranted():
                 core.granted()
                 part.may_try()
@@ -226,6 +252,7 @@ class Shard:
         self._ticker.cancel()
         await asyncio.gather(*(self._retire(number) for number in list(self._models)))
         self.regions.close_all()
+        await asyncio.to_thread(self.table.recorders.close)
 
     def _open(self, opening: frames.OpenModel) -> None:
         if opening.model in self._models:
@@ -239,6 +266,7 @@ class Shard:
         stages = model.models if isinstance(model, StagePipeline) else [model]
         for number, stage, core in zip(opening.parts, stages, cores, strict=True):
             self._parts[number] = stage.readiness, core
+        model.recorder = self.table.recorders.open(config, model.metrics)
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
 
@@ -250,6 +278,7 @@ class Shard:
         (number,) = opening.parts
         model, part = self._make_text(opening.config, RemoteEngineCore(number, self._send))
         self._engine_parts[number] = part
+        model.recorder = self.table.recorders.open(opening.config, model.metrics)
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
         await model.start()
@@ -258,7 +287,7 @@ class Shard:
         """Connect a stage with the core, and by the page with the other shards and the workers."""
         policy, slots = config.batching, slots_of_workers(config)
         levels, has_budget = max(1, policy.num_priorities), policy.max_tokens is not None
-        place = self._page, block, self._number, len(config.devices)
+        place = self._page, block, self._number, num_slots(config)
         elsewhere = PageElsewhere(*place, levels, has_budget)
         return ShardSetup(
             core,
@@ -266,6 +295,7 @@ class Shard:
             elsewhere,
             lambda index: elsewhere.num_batches(slots[index]),
             self.regions,
+            lambda index: elsewhere.busy_s(slots[index], time.monotonic()),
         )
 
     async def _retire(self, number: int) -> None:
@@ -283,7 +313,10 @@ class Shard:
         return self._models[number]
 
     def _read(self) -> dict[int, ModelReading]:
-        return {number: _read_model(model) for number, model in self._models.items()}
+        splits = {split.candidate: split.counts for split in self.table.splits.values()}
+        return {
+            number: _read_model(model, splits.get(model)) for number, model in self._models.items()
+        }
 
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
@@ -295,11 +328,11 @@ class Shard:
                 model.tick()
 
 
-def _read_model(model: Served) -> ModelReading:
+def _read_model(model: Served, split: SplitCounts | None) -> ModelReading:
     stages: Sequence[Model] = model.models if isinstance(model, StagePipeline) else ()
     records = [record(stage.metrics) for stage in stages]
     waiting = [stage.num_waiting for stage in stages]
-    return ModelReading(record(model.metrics), records, model.num_waiting, waiting)
+    return ModelReading(record(model.metrics), records, model.num_waiting, waiting, split)
 
 
 decode_readings = msgspec.msgpack.Decoder(dict[int, ModelReading]).decode

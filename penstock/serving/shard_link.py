@@ -90,6 +90,7 @@ class ShardLink:
         self.channel = channel
         # None until its Hello.
         self.memory: ShardMemory | None = None
+        self.is_spill_pinned = False
         # Its socket has closed: nothing is received or answered any more.
         self.is_gone = False
         # Batches in flight with rows of it.

@@ -22,15 +22,18 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.serving.batches import NUM_RECENT
+from penstock.serving.drift import InputDrift
 from penstock.serving.explain import Explanation, SeenShape, mode_of
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.metrics_record import MetricsRecord, add
 from penstock.serving.model_host import HostBlock, ModelHost
 from penstock.serving.pipeline import stages_of
 from penstock.serving.regions import Region
+from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.served import ModelProcess
 from penstock.serving.shard import ModelReading, decode_explanation, decode_readings
-from penstock.serving.shared_page import PageBlocks, PageLayout
+from penstock.serving.shared_page import PageBlocks, PageLayout, num_slots
+from penstock.serving.split_counts import SplitCounts
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -38,8 +41,6 @@ log = logging.getLogger("penstock.shards")
 
 # A shard that does not answer a question in this time is killed.
 ANSWER_S = 5.0
-# Interval between readings of what shards have counted; a shard that is killed loses as much.
-READ_S = 1.0
 
 
 class ShardGone(PenstockError):
@@ -89,6 +90,9 @@ class RemotePart:
     def may_try(self) -> None:
         self._tell(frames.TryGranted())
 
+    def scaled(self, scaled: frames.Scaled) -> None:
+        self._tell(scaled)
+
     def tick(self) -> None:
         """Do nothing: the shard has a clock of its own."""
 
@@ -127,6 +131,10 @@ class StageHost:
                 self.host.hung(index, life)
             case frames.Left(index, life):
                 self.host.left(shard, index, life)
+            case frames.PartLoad() as load:
+                self.host.scaler.report(shard, load)
+            case frames.Wake():
+                self.host.scaler.wake()
 
 
 class ShardedVersion:
@@ -135,6 +143,8 @@ class ShardedVersion:
 
     # Time for a shard to open it; None: any.
     open_s: float | None = ANSWER_S
+    # The shards record.
+    recorder: RequestRecorder | None = None
 
     def __init__(self, config: ModelConfig, shards: Shards) -> None:
         self.config = config
@@ -154,6 +164,11 @@ class ShardedVersion:
     def opening(self) -> frames.OpenModel:
         raise NotImplementedError
 
+    @property
+    def drift(self) -> Sequence[InputDrift]:
+        """How live inputs compare with the evidence; empty without tensors to compare."""
+        return ()
+
     async def drain(self) -> None:
         await self._shards.ask_all(frames.DrainModel(self.number), limit_s=None)
 
@@ -171,6 +186,14 @@ class ShardedVersion:
         """Use what the shards have counted, by shard."""
         self._readings = readings
         self.num_waiting = sum(each.num_waiting for each in readings.values())
+
+    def split_counts(self, rollout: int) -> SplitCounts:
+        """Return what all shards have counted for the rollout of which this is the candidate."""
+        total = SplitCounts(rollout=rollout)
+        for reading in (*self._retired, *self._readings.values()):
+            if reading.split is not None and reading.split.rollout == rollout:
+                total.merge(reading.split)
+        return total
 
     def submit(self, request: Request) -> None:
         """Refuse: the shards take requests."""
@@ -195,9 +218,9 @@ class ShardedModel(ShardedVersion):
         stages = names[1:] or names
         self.stages: list[StageHost] = []
         # On the shared page; given back when all its writers have ended.
-        self._blocks = shards.blocks.take([len(stage.devices) for _, stage in stages])
+        self._blocks = shards.blocks.take([num_slots(stage) for _, stage in stages])
         for (name, stage), number in zip(stages, self._blocks, strict=True):
-            metrics = ModelMetrics(name, config.version, config.metric_tags)
+            metrics = ModelMetrics.from_config(config, "" if name == config.name else name)
             block = HostBlock(shards.blocks, number)
             host = ModelHost(stage, start_life, time.monotonic, metrics, block)
             self.stages.append(StageHost(next(shards.numbers), host, metrics))
@@ -242,6 +265,10 @@ class ShardedModel(ShardedVersion):
         found = [each for stage in reversed(self.stages) for each in stage.host.processes]
         return [replace(each, index=index) for index, each in enumerate(found)]
 
+    @property
+    def drift(self) -> Sequence[InputDrift]:
+        return [state for stage in self.stages for state in stage.host.drift.states]
+
     async def start(self) -> None:
         """Load the workers, then open the model in all shards."""
         began = time.monotonic()
@@ -285,7 +312,7 @@ class ShardedModel(ShardedVersion):
         if len(self.stages) > 1:
             for index, stage in enumerate(self.stages):
                 own = stage.metrics
-                metrics = ModelMetrics(own.name, own.version, own.tags)
+                metrics = own.blank()
                 metrics.num_restarts, metrics.load_s = own.num_restarts, own.load_s
                 metrics.num_deaths = dict(own.num_deaths)
                 counted = [each.stages[index] for each in everything]
@@ -305,7 +332,7 @@ class ShardedModel(ShardedVersion):
             self._explanation = self._fold(told)
 
     def _new_metrics(self) -> ModelMetrics:
-        metrics = ModelMetrics(self.config.name, self.config.version, self.config.metric_tags)
+        metrics = ModelMetrics.from_config(self.config)
         metrics.load_s = self._load_s
         for stage in self.stages:
             metrics.num_restarts += stage.metrics.num_restarts
@@ -322,15 +349,13 @@ class ShardedModel(ShardedVersion):
     def _fold(self, told: Sequence[Explanation]) -> Explanation:
         """Join what the shards say: a worker is busy if it is for one of them."""
         first = told[0]
-        instances = []
-        for index, (state, process) in enumerate(
-            zip(first.instances, self.stages[-1].host.processes, strict=True)
-        ):
+        instances, host = [], self.stages[-1].host
+        for process in host.processes:
+            index, memory = process.index, process.gpu_memory_bytes
             states = {each.instances[index].state for each in told}
             shown = next(s for s in ("busy", "idle", "not ready") if s in states)
-            memory = process.gpu_memory_bytes
-            state = replace(state, state=shown, pid=process.pid, gpu_memory_bytes=memory)
-            instances.append(state)
+            state = replace(first.instances[index], state=shown, pid=process.pid)
+            instances.append(replace(state, gpu_memory_bytes=memory))
         recent = sorted((r for each in told for r in each.recent), key=lambda r: r.age_s)
         sizes: dict[int, int] = {}
         refused: dict[str, int] = {}
@@ -349,7 +374,8 @@ class ShardedModel(ShardedVersion):
                 known.num_batches + seen.num_batches,
             )
         busiest = max(told, key=lambda each: len(each.recent))
-        notes = [*self.stages[-1].host.notes, *first.notes]
+        before = [note for stage in self.stages[:-1] for note in stage.host.drift.alarms]
+        notes = [*host.notes, *host.drift.notes, *before, *first.notes]
         return replace(
             busiest,
             state=self.shown_state,
@@ -361,6 +387,7 @@ class ShardedModel(ShardedVersion):
             batch_sizes=dict(sorted(sizes.items())),
             refused=refused,
             notes=notes,
+            scaling=host.scaler.describe(),
         )
 
 
@@ -468,16 +495,12 @@ class Shards:
         return {n: a for n, a in zip(numbers, answers, strict=True) if a is not None}
 
     async def read(self) -> None:
-        """Read what all shards have counted."""
+        """Read what all shards have counted. A shard that is killed loses what it has counted since
+        the last time."""
         answers = await self.ask_all(frames.ReadModels())
         readings = {shard: decode_readings(answer) for shard, answer in answers.items()}
         for number, model in self._models.items():
             model.count({n: each[number] for n, each in readings.items() if number in each})
-
-    async def read_often(self) -> None:
-        while True:
-            await asyncio.sleep(READ_S)
-            await self.read()
 
     def _publishing(self) -> frames.Publish:
         self._epoch += 1

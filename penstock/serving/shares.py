@@ -67,8 +67,9 @@ def split(amounts: Sequence[Sequence[int]], heads: Sequence[int], cap: int) -> l
 
     If everything fits, each gets its rows and an equal part of what is left, for requests that
     arrive meanwhile. Otherwise levels are served in order, and the level that does not fit in
-    proportion to rows; its oldest head always fits, so that no queue starves. The sum is at most
-    `cap`, or the size of one request that is larger."""
+    proportion to rows. Its oldest head fits if higher levels leave room for it, so that no queue of
+    a level starves; nothing is taken from higher levels. The sum is at most `cap`, or the size of
+    one request that is larger."""
     grants = [0] * len(amounts)
     left = cap
     for level in range(max(map(len, amounts), default=0)):
@@ -76,8 +77,10 @@ def split(amounts: Sequence[Sequence[int]], heads: Sequence[int], cap: int) -> l
         if sum(wanted) > left:
             parts = _in_proportion(wanted, left)
             oldest = next((i for i, rows in enumerate(amounts) if _head_level(rows) == level), None)
+            if oldest is not None and (heads[oldest] <= left or left == cap):
+                _fit_oldest(parts, oldest, heads[oldest], left)
             grants = [grant + part for grant, part in zip(grants, parts, strict=True)]
-            return _fit_heads(grants, [sum(rows) for rows in amounts], heads, cap, oldest)
+            return _fit_heads(grants, [sum(rows[: level + 1]) for rows in amounts], heads, cap)
         grants = [grant + rows for grant, rows in zip(grants, wanted, strict=True)]
         left -= sum(wanted)
     if not grants:
@@ -100,19 +103,22 @@ def _in_proportion(wanted: Sequence[int], total: int) -> list[int]:
     return parts
 
 
+def _fit_oldest(parts: list[int], oldest: int, head: int, cap: int) -> None:
+    """Make the oldest head of a level fit, at the expense of the other parts of that level."""
+    parts[oldest] = max(parts[oldest], head)
+    while (excess := sum(parts) - cap) > 0:
+        others = [index for index in range(len(parts)) if index != oldest and parts[index]]
+        if not others:
+            break
+        largest = max(others, key=parts.__getitem__)
+        parts[largest] -= min(excess, parts[largest])
+
+
 def _fit_heads(
-    grants: list[int], amounts: Sequence[int], heads: Sequence[int], cap: int, oldest: int | None
+    grants: list[int], amounts: Sequence[int], heads: Sequence[int], cap: int
 ) -> list[int]:
-    """Make the oldest head fit, take back grants that are too small for the first request, and give
-    what that leaves to the others."""
-    if oldest is not None and grants[oldest] < heads[oldest]:
-        grants[oldest] = heads[oldest]
-        while (excess := sum(grants) - cap) > 0:
-            others = [index for index in range(len(grants)) if index != oldest and grants[index]]
-            if not others:
-                break
-            largest = max(others, key=grants.__getitem__)
-            grants[largest] -= min(excess, grants[largest])
+    """Take back grants that are too small for the first request, and give what that leaves to the
+    others."""
     grants = [grant if grant >= head else 0 for grant, head in zip(grants, heads, strict=True)]
     left = max(0, cap - sum(grants))
     for index, amount in enumerate(amounts):

@@ -176,11 +176,9 @@ class SlabPool:
                 self._close(slab)
             if not is_needed and self.num_in_use >= self._max_slabs:
                 return None
-            if self._free:
-                slab = self._free.pop()
-            else:
-                slab = Slab(len(self.slabs), Segment(self.slab_bytes))
-                self.slabs.append(slab)
+            if not self._free:
+                self.prepare(1)
+            slab = self._free.pop()
             slab.geometry, slab.layout = geometry, layout
             slab.is_open = True
             self._open[geometry] = slab
@@ -188,6 +186,13 @@ class SlabPool:
         slab.num_held += count
         slab.num_waiting += count
         return slab
+
+    def prepare(self, count: int) -> None:
+        """Create slabs until `count` are free."""
+        while len(self._free) < count:
+            slab = Slab(len(self.slabs), Segment(self.slab_bytes))
+            self.slabs.append(slab)
+            self._free.append(slab)
 
     def reserve(self, geometry: object, layout: Layout, count: int) -> Slab | None:
         """Take rows as `place` does, for a request that is still being received. None if slabs

@@ -30,10 +30,12 @@ EXPLORE_BELOW = 0.5
 
 
 class Deadlines:
-    """When queued requests must be answered: by the SLO, or sooner if they say so."""
+    """When queued requests must be answered: by the SLO, or sooner if they say so. The SLO's time
+    begins with the arrival, or at the end of a cold start, `began`."""
 
     def __init__(self, slo_s: float) -> None:
         self._slo_s = slo_s
+        self._began = -math.inf
         self._in_order: deque[tuple[float, Request]] = deque()
         self._others: list[tuple[float, int, Request]] = []
         self._num_added = 0
@@ -51,7 +53,19 @@ class Deadlines:
     def at(self, request: Request) -> float:
         asked = request.timeout_s  # As `allowed_s`, without the call.
         queued = request.timings.queued
+        if queued < self._began:
+            latest = self._began + self._slo_s
+            return latest if asked is None else min(queued + asked, latest)
         return queued + (self._slo_s if asked is None else min(asked, self._slo_s))
+
+    def begin_at(self, began: float) -> None:
+        """Set when a cold start ends, or ended."""
+        self._began = began
+        waiting = [each for _, each in self._in_order] + [each for _, _, each in self._others]
+        self._in_order.clear()
+        self._others.clear()
+        for request in waiting:
+            self.add_late(request)
 
     def add(self, request: Request) -> None:
         """Add a request that has just arrived."""
@@ -95,8 +109,9 @@ class SloBatcher(Lanes):
         self._paces = paces = Paces(policy, num_executors)
         # Statistics of each geometry seen recently.
         self.paces: Mapping[object, GeometryPace] = paces.by_geometry
-        # Seeds batch times from warm-up; hears how long the event loop waited for a CPU.
-        self.seed, self.note_wait = paces.seed, paces.note_wait
+        # Seeds batch times from warm-up; hears how long the event loop waited for a CPU; returns
+        # T(b).
+        self.seed, self.note_wait, self.mean_times = paces.seed, paces.note_wait, paces.mean_times
         # Predicted end and start of the running batches; sorted. Of a shard, only those that no
         # worker has claimed: the workers show all of them.
         self._running: list[tuple[float, float]] = []
@@ -107,10 +122,17 @@ class SloBatcher(Lanes):
         self._num_batches = 0
         # Arrival of the first request since the caller last asked `expire`.
         self._turn_began: float | None = None
+        # When the first instance is expected, during a cold start.
+        self._ready_at = -math.inf
 
     @property
     def num_waiting(self) -> int:
         return self.num_queued + len(self._dropped)
+
+    @property
+    def inflation(self) -> float:
+        """How many times as long as T(b) the slowest batches take."""
+        return self._paces.inflation
 
     @property
     def next_expiry(self) -> float | None:
@@ -134,6 +156,17 @@ class SloBatcher(Lanes):
     def count_executors(self, num_ready: int, now: float) -> None:
         """Set how many batches can run at once from now on."""
         self._paces.num_executors = max(1, num_ready)
+
+    def begin_cold_start(self, expected_s: float, now: float) -> None:
+        """Expect the first instance after `expected_s`. Until it is there, only limits of their own
+        make requests late."""
+        self._ready_at = now + expected_s
+        self._deadlines.begin_at(math.inf)
+
+    def end_cold_start(self, now: float) -> None:
+        """Expect that what is queued is answered within the SLO from now on."""
+        self._ready_at = -math.inf
+        self._deadlines.begin_at(now)
 
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded if it would be late."""
@@ -244,7 +277,7 @@ class SloBatcher(Lanes):
         if in_mine and in_mine + size > target:
             num_batches, in_mine = num_batches + 1, 0
         rounds, turn = divmod(num_batches, paces.num_executors)
-        start = self._free_at(turn, now, there) + rounds * target_s
+        start = max(self._free_at(turn, now, there), self._ready_at) + rounds * target_s
         if len(self._lanes) > (lane is not None):
             others_s = self._work_s - (paces.waiting_s(lane) if lane is not None else 0.0)
             start += max(0.0, others_s) / paces.num_executors
@@ -256,7 +289,10 @@ class SloBatcher(Lanes):
         own_s = pace.times.mean_s(max(size, min(joining, target)))
         finish = start + own_s
         kept_s = paces.margin_s(own_s) + paces.lag_s
-        if finish > self._deadlines.at(request) - kept_s:
+        latest = self._deadlines.at(request)
+        if self._ready_at > now:
+            latest = min(latest, self._ready_at + self._deadlines.allowed_s(request))
+        if finish > latest - kept_s:
             raise Overloaded(
                 f"would be answered in {(finish - now) * 1e3:.1f} ms; "
                 f"{self._deadlines.allowed_s(request) * 1e3:g} ms are allowed and "

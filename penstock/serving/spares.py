@@ -61,15 +61,16 @@ class Spares:
     def add(self) -> Instance | None:
         """Return a new spare to start, if one is wanted, memory allows and no worker is loading,
         which it would slow down. Only on CPUs: the GPU memory plan has no room for spares."""
-        everyone = (*self._instances, *self.workers)
+        serving = [each for each in self._instances if each.is_wanted]
+        everyone = (*serving, *self.workers)
         if self._config.uses_gpu or not all(each.is_ready for each in everyone):
             return None
-        child = self._instances[0].child
+        child = serving[0].child if serving else None
         if child is None or len(self.workers) >= self.num_wanted:
             return None
         if self._num_lost >= MAX_LOST or not child.life.has_room_for_another():
             return None
-        spare = Instance(len(everyone), CPU)
+        spare = Instance(len(self._instances) + len(self.workers), CPU)
         spare.is_spare = True
         self.workers.append(spare)
         return spare

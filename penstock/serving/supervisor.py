@@ -102,6 +102,9 @@ class WorkerListener(Protocol):
     def restarting(self, reason: str) -> None:
         """Note why a worker is started again."""
 
+    def sketched(self, sketched: frames.Sketched) -> None:
+        """Hear what a worker has seen of its inputs."""
+
     def tick(self) -> None:
         """Do periodic work, every TICK_S."""
 
@@ -120,12 +123,18 @@ class Supervisor:
         self._is_stopping = False
         # Result of the first workers' batching and padding checks, which later workers skip.
         self.proof: frames.Proof | None = None
-        self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
+        self.instances = [Instance(index, *place) for index, place in enumerate(config.places)]
+        self.want_first(len(config.workers))
         self.spares = Spares(config, self.instances)
 
     @property
     def _all(self) -> list[Instance]:
         return [*self.instances, *self.spares.workers]
+
+    def want_first(self, count: int) -> None:
+        """Set how many workers `start` starts."""
+        for instance in self.instances:
+            instance.is_wanted = instance.index < count
 
     def start(self, listener: WorkerListener) -> None:
         """Start all workers; the listener hears of them until `stop`."""
@@ -147,6 +156,29 @@ class Supervisor:
         if hasattr(self, "_listener"):  # Not if it was never started.
             del self._listener
 
+    def want_another(self) -> Instance | None:
+        """Choose a place for one more worker; None if all are used. Call `start_wanted` then."""
+        free = [each for each in self.instances if not each.is_wanted]
+        # One whose worker is still leaving is used again when that has ended.
+        chosen = min(free, key=lambda each: (each.child is not None, each.index), default=None)
+        if chosen is not None:
+            chosen.is_wanted = True
+        return chosen
+
+    def start_wanted(self, instance: Instance) -> None:
+        """Start a worker in a place that was chosen, unless it has one."""
+        self._start(instance)
+
+    def dismiss(self, instance: Instance, reason: str) -> None:
+        """Stop a worker: at once if it is not ready, otherwise when it has answered."""
+        instance.is_wanted = False
+        if instance.child is None:
+            return
+        if not instance.is_ready:
+            instance.child.life.kill()
+        elif not instance.is_leaving:
+            instance.send(frames.encode(frames.Leave(reason)))
+
     def kill_hung(self, instance: Instance) -> None:
         """Kill a worker that takes too long over a batch."""
         if instance.child is not None and not instance.is_hung:
@@ -166,7 +198,10 @@ class Supervisor:
         self.spares.note_kill()
 
     def _start(self, instance: Instance) -> None:
-        """Start a worker. A failed start counts as a death: its cause may be temporary."""
+        """Start a worker, unless there is one or none is wanted. A failed start counts as a death:
+        its cause may be temporary."""
+        if self._is_stopping or not instance.needs_worker:
+            return
         try:
             self._launch(instance)
         except OSError as error:
@@ -219,13 +254,18 @@ class Supervisor:
                 self._prepare_spares()
             case frames.StartFailed():
                 instance.load_error = "; ".join(frame.problems)
-                if instance.ready is None and not instance.is_spare:
+                # Later, other instances serve, or requests wait: it is tried again.
+                if self.proof is None and not instance.is_spare:
                     self._listener.load_failed(frame.problems)
             case frames.Leaving():
                 instance.is_leaving = True
-                text = " is replaced when it has answered: %s"
-                self._log(logging.WARNING, instance, text, frame.reason)
+                then = "replaced" if instance.is_wanted else "stopped"
+                level = logging.WARNING if instance.is_wanted else logging.INFO
+                text = " is %s when it has answered: %s"
+                self._log(level, instance, text, then, frame.reason)
                 self._listener.instance_leaving(instance)
+            case frames.Sketched():
+                self._listener.sketched(frame)
 
     def let_go(self, instance: Instance) -> None:
         """Stop a leaving worker, which has no batches."""
@@ -253,6 +293,9 @@ class Supervisor:
         if instance.is_spare:
             self.spares.lose(instance, reason)
             return
+        if not instance.is_wanted:
+            instance.crashes.recovered()
+            return
         well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
         if is_excused:
             self.spares.note_kill()
@@ -264,7 +307,7 @@ class Supervisor:
         self._restart(instance, reason, is_excused)
 
     def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
-        if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
+        if self.proof is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times; see the log"
             if (limit := self._config.memory_bytes) is not None:
                 text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"
@@ -289,7 +332,6 @@ class Supervisor:
         self.spares.promote(spare)
         spare.index = dead.index
         spare.crashes, spare.num_restarts = dead.crashes, dead.num_restarts
-        # The model has loaded before, so a failure of this spare does not fail the load.
         spare.ready = spare.ready or dead.ready
         self.instances[dead.index] = spare
         if spare.is_ready:

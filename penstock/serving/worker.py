@@ -27,8 +27,11 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import describe_error
 from penstock.processes.channel import Channel
 from penstock.processes.start import begin_life, take_part
+from penstock.serving.claim_timer import ClaimTimer, send_claim
 from penstock.serving.claims import ClaimRows, Claims, Offer, StartBatch
+from penstock.serving.drift_watch import read_references
 from penstock.serving.executor import BatchExecutor, Begun, Part, explain_error
+from penstock.serving.input_sketch import InputSketch, SeenRow
 from penstock.serving.shard_link import ShardLink, ShardMemory
 from penstock.serving.shared_page import SharedPage
 from penstock.serving.shares import Queued
@@ -85,6 +88,8 @@ class Worker:
     _is_shared: bool = False
     _begun: queue.SimpleQueue[Run | None] = field(default_factory=queue.SimpleQueue)
     _answerer: threading.Thread | None = None
+    # Claims while the receiving thread runs a batch; only without an answering thread.
+    _timer: ClaimTimer | None = None
     # Wakes the receiving thread; None without an answering thread.
     _wake_fd: int | None = None
     # For what both threads change: the counts of batches in flight, and the next three.
@@ -95,6 +100,8 @@ class Worker:
     _ended: list[tuple[StartBatch, float, bool]] = field(default_factory=list)
     # Shards that are gone, and whose last batch has ended.
     _unused: list[ShardLink] = field(default_factory=list)
+    # Compares inputs with the evidence; None without any.
+    _sketch: InputSketch | None = None
 
     def __post_init__(self) -> None:
         self._epoll.register(self._channel.fileno(), select.EPOLLIN)
@@ -129,7 +136,8 @@ class Worker:
         if self._is_shared:
             # All that lies in the sockets can join the next batch.
             while ready := [fd for fd, _ in self._epoll.poll(0) if fd in self._links]:
-                self._receive_all(ready)
+                for fd in ready:
+                    self._receive(self._links[fd])
             self._decide()
         if self._unused:
             self._forget_unused()
@@ -137,6 +145,8 @@ class Worker:
 
     def close(self) -> None:
         """Close the shards' sockets and unmap their memory; only needed for workers in a thread."""
+        if self._timer is not None:
+            self._timer.close()
         self._end_answers()
         for link in self.links:
             self._detach(link)
@@ -180,6 +190,11 @@ class Worker:
             if frame.block is not None:
                 self._open_page(frame, fds.pop())
             self._attach(socket.socket(fileno=fds[0]), frame.shard)
+        elif isinstance(frame, frames.SetExecutors):
+            assert self._claims is not None, "a model is loaded first"
+            self._claims.count_executors(frame.count)
+        elif isinstance(frame, frames.Leave):
+            self._leave(frame.reason)
         elif isinstance(frame, frames.Stop):
             self._finish_all()
             return False
@@ -195,9 +210,13 @@ class Worker:
             if self.on_load is not None:
                 self.on_load(frame)
             runner, ready = load_runner(config, frame.proof)
+            references = read_references(config)
         except BaseException as error:  # Any exception of the model's code is the answer to Load.
             self._tell_core(frames.StartFailed(describe_load_error(error, config)))
             return False
+        if references:
+            has_batch = config.max_batch_size > 0
+            self._sketch = InputSketch(references, self._channel.send_now, has_batch=has_batch)
         may_pin = self.die is not None
         self._loaded = BatchExecutor(config, runner, ready.proof, may_pin=may_pin)
         if self.on_ready is not None:
@@ -213,6 +232,8 @@ class Worker:
             self._epoll.register(self._wake_fd, select.EPOLLIN)
             self._answerer = threading.Thread(target=self._answer_all, daemon=True)
             self._answerer.start()
+        else:
+            self._timer = ClaimTimer(self._claims, self._links)
         self._tell_core(ready)
         return True
 
@@ -269,10 +290,6 @@ class Worker:
                 self._loaded.regions.close_link(link.number)
             link.close()
 
-    def _receive_all(self, fds: Sequence[int]) -> None:
-        for fd in fds:
-            self._receive(self._links[fd])
-
     def _receive(self, link: ShardLink) -> None:
         """Handle a frame of a shard. Each but unasked batches of an only shard is for `Claims`."""
         received = link.channel.receive()
@@ -282,6 +299,10 @@ class Worker:
         data, fds = received
         frame = frames.decode_shard_to_worker(data)
         if isinstance(frame, frames.Dispatch):
+            if not frame.runs and not link.is_spill_pinned and link.memory is not None:
+                # Not before: most models never use it, and eight shards have 2 GiB of spill.
+                link.is_spill_pinned = True
+                self._pin(link.memory.spill.input.view)
             part = Part.of(link, frame)
             if not self._is_shared and not frame.round:
                 self._run(Run((part,)))
@@ -324,7 +345,6 @@ class Worker:
         assert self._config is not None
         link.hears_starts = frame.hears_starts
         link.memory = ShardMemory(self._config, frame.spill_bytes, fds)
-        self._pin(link.memory.spill.input.view)
 
     def _share(self) -> Claims:
         """Let `Claims` decide from now on."""
@@ -345,18 +365,18 @@ class Worker:
             claims.ended(batch, at, has_failed=has_failed)
             if self._slots is not None:
                 self._slots.end(batch)
-        links = {link.number: link for link in self.links}
         for decision in claims.decide(time.monotonic()):
             if isinstance(decision, ClaimRows):
-                links[decision.shard].send(_claim(decision))
+                send_claim(decision, self._links)
                 continue
             parts = [each for offer in decision.offers if isinstance(each := offer.frame, Part)]
             if self._slots is not None:
                 self._slots.start(decision)
             self._run(Run(parts, decision))
         if self._slots is not None:
-            # A batch that has ended meanwhile leads to the next decision first.
-            if claims.is_idle and not self._ended:
+            # A batch that has ended meanwhile leads to the next decision first, and so do Wants
+            # that came while it ran: to an idle slot, shards send rows of any level unasked.
+            if claims.is_idle and not self._ended and not self._epoll.poll(0):
                 self._slots.rest()
             return
         self._is_shared = len(self._links) > 1 or not claims.is_empty
@@ -372,22 +392,27 @@ class Worker:
         assert self._loaded is not None
         now = time.monotonic()
         for part in run.parts:
-            if part.link.hears_starts:
+            if part.link.hears_starts and part.frame.tells_start:
                 part.link.send(frames.Started(part.frame.batch, len(run.parts) > 1, now))
         if self._answerer is not None:
             with self._lock:
                 self._num_unclaimed += run.claimed is None
                 for part in run.parts:
                     part.link.num_running += 1
+        elif run.claimed is not None and self._timer is not None:
+            self._timer.arm_for_next()
         try:
             run.begun = self._loaded.begin(run.parts)
         except BaseException as error:  # Any exception of the model is answered.
             answers = self._failed(run.parts, error)
         else:
+            seen = None if self._sketch is None else _look(self._sketch, run, now)
             if self._answerer is None:
                 self._answer(run)
             else:
                 self._begun.put(run)
+            if seen is not None and self._sketch is not None:
+                self._sketch.add(seen)
             self._leave_if_asked()
             return
         self._send_all(run, answers)
@@ -442,7 +467,8 @@ class Worker:
         has_more = True
         while has_more:
             ready = [fd for fd, _ in self._epoll.poll(0) if fd in self._links]
-            self._receive_all(ready)
+            for fd in ready:
+                self._receive(self._links[fd])
             if self._is_shared:
                 self._decide()
             has_more = bool(ready or self._ended)
@@ -469,25 +495,39 @@ class Worker:
         self._send_all(run, answers)
 
     def _send_all(self, run: Run, answers: Sequence[Answer]) -> None:
-        """Answer the shards of a batch that has ended."""
+        """Answer the shards of a batch that has ended. If they give back no spill, the next batch
+        is claimed first: they are busy with the answers for longer than with a claim."""
+        if self._answerer is None and self._timer is not None:
+            self._timer.disarm()
         self._leave_if_full(answers)
+        claims_first = run.claimed is not None and not any(map(_fills_spill, answers))
+        if claims_first:
+            self._end(run, answers)
+            if self._answerer is None and self._claims is not None and not self._claims.is_claiming:
+                self._decide()
         for part, answer in zip(run.parts, answers, strict=True):
             self._send(part, answer)
-        has_failed = not isinstance(answers[0], frames.Done)
+        if not claims_first:
+            self._end(run, answers)
         if self._answerer is None:
-            if run.claimed is not None:
-                self._ended.append((run.claimed, time.monotonic(), has_failed))
             return
         with self._lock:
-            if run.claimed is None:
-                self._num_unclaimed -= 1
-            else:
-                self._ended.append((run.claimed, time.monotonic(), has_failed))
+            self._num_unclaimed -= run.claimed is None
             for part in run.parts:
                 part.link.num_running -= 1
                 if part.link.is_gone and not part.link.num_running:
                     self._unused.append(part.link)
         if (self._is_shared or self._unused) and self._wake_fd is not None:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _end(self, run: Run, answers: Sequence[Answer]) -> None:
+        """Tell `Claims`, if it knows the batch, that it has ended."""
+        if run.claimed is None:
+            return
+        has_failed = not isinstance(answers[0], frames.Done)
+        with self._lock:
+            self._ended.append((run.claimed, time.monotonic(), has_failed))
+        if self._wake_fd is not None:
             os.eventfd_write(self._wake_fd, 1)
 
     def _send(self, part: Part, answer: Answer) -> None:
@@ -503,6 +543,21 @@ class Worker:
 
     def _tell_core(self, frame: frames.FromWorker) -> None:
         self._channel.send(frames.encode(frame))
+
+
+def _look(sketch: InputSketch, run: Run, now: float) -> SeenRow | None:
+    """Copy a row of a batch that has begun, if it is time for one. Only the device reads clients'
+    memory."""
+    if not sketch.is_due(now) or any(part.frame.has_regions for part in run.parts):
+        return None
+    return None if run.begun is None else sketch.take(run.begun.batch, now)
+
+
+def _fills_spill(answer: Answer) -> bool:
+    """Whether an answer has outputs in the worker's spill."""
+    if not isinstance(answer, frames.Done):
+        return False
+    return any(not extent.region for outputs in answer.outputs for extent in outputs)
 
 
 def _policy(config: ModelConfig, proof: frames.Proof) -> BatchPolicy:
@@ -536,22 +591,6 @@ def _queued(frame: frames.Want) -> Queued:
         frame.geometry,
         frame.arrivals_per_s,
         frame.target_size,
-    )
-
-
-def _claim(decision: ClaimRows) -> frames.Claim:
-    share = decision.share
-    # What was offered without a geometry is merged with nothing.
-    geometry = share.geometry if isinstance(share.geometry, str) else None
-    return frames.Claim(
-        decision.round,
-        share.max_rows,
-        share.others_rows,
-        share.ends_at,
-        share.drops_late,
-        geometry,
-        share.max_tokens,
-        share.is_due,
     )
 
 

@@ -7,8 +7,8 @@ other change increments the version.
 Between the core and a shard, a datagram is an array of all pending frames (`join`); only the first,
 OpenShard, is sent alone.
 
-    core → worker   LoadModel, Enclosed, Attach, Stop
-    worker → core   WorkerReady, StartFailed, Leaving
+    core → worker   LoadModel, Enclosed, Attach, SetExecutors, Leave, Stop
+    worker → core   WorkerReady, StartFailed, Leaving, Sketched
     shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Release
     worker → shard  Claim, Started, Done, BatchFailed, Leaving
     core → shard    OpenShard, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased, TokensTaken,
@@ -31,7 +31,7 @@ import msgspec
 from penstock.config import GrpcConfig, HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
-VERSION = 3
+VERSION = 4
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
@@ -125,6 +125,18 @@ class Attach(Frame, tag="att"):
     first_slot: int = 0
 
 
+class SetExecutors(Frame, tag="exec"):
+    """So many batches of the model can run at once now, in all its workers."""
+
+    count: int
+
+
+class Leave(Frame, tag="leav"):
+    """The worker is no longer needed: it answers with Leaving, to the core and to all shards."""
+
+    reason: str
+
+
 class Hello(Frame, tag="hi"):
     """First frame of a shard to a worker, with the shard's input spill and this worker's output
     spill."""
@@ -201,6 +213,8 @@ class Dispatch(Frame, tag="run"):
     held: int = 0
     # Whether any of `requests` has `reads` or `writes`.
     has_regions: bool = False
+    # Whether a shard that hears of starts hears of this one.
+    tells_start: bool = True
 
 
 class Decline(Frame, tag="pass"):
@@ -292,10 +306,29 @@ class BatchFailed(Frame, tag="err"):
 
 
 class Leaving(Frame, tag="bye"):
-    """A healthy worker asks to be replaced: it answers what it has, then waits for Stop. Shards
-    learn it before the answer that caused it, so no batch follows that."""
+    """A healthy worker asks to be replaced, or does as told by Leave: it answers what it has, then
+    waits for Stop. Shards learn it before the answer that caused it, so no batch follows that."""
 
     reason: str
+
+
+class QuantityCounts(Frame, tag="q"):
+    """Rows of live inputs that a worker has measured since it said so last: a tensor's values, or
+    its sizes. `sums` and `squares` are over rows, of the shares of values up to each edge that the
+    version's evidence has."""
+
+    tensor: str
+    quantity: str
+    num_rows: int
+    num_outside: int
+    sums: tuple[float, ...] = ()
+    squares: tuple[float, ...] = ()
+
+
+class Sketched(Frame, tag="skt"):
+    """Counts of a worker's live inputs, about once a second."""
+
+    quantities: tuple[QuantityCounts, ...]
 
 
 class TensorHeader(msgspec.Struct, array_like=True, gc=False, frozen=True, tag="t"):
@@ -340,6 +373,9 @@ class OpenShard(Frame, tag="open"):
     shares: dict[bytes, float] = {}
     # Whether clients may register shared memory.
     allows_regions: bool = False
+    # Folder for recordings, and how many shards there are; empty: nothing is recorded.
+    record_folder: str = ""
+    num_shards: int = 1
 
 
 class SetKeys(Frame, tag="keys"):
@@ -481,6 +517,33 @@ class TryGranted(Frame, tag="try"):
     """The answer to MayTry, once a suspect may run. The grant ends with Tried."""
 
 
+class Scaled(Frame, tag="scl"):
+    """How many instances the model should have from now on, and how long one took to be ready. With
+    none, requests wait for the first one, and the part sends Wake."""
+
+    target: int
+    load_s: float
+
+
+class PartLoad(Frame, tag="pld"):
+    """The load of a part whose model is scaled, several times a second: rows (or tokens, with a
+    token budget) that were offered so far, refused ones included; those that are queued; time that
+    its batches have run so far; T(b), if it is known, and how many times as long the slowest
+    batches take; requests so far, and those that were answered late or refused for lack of time."""
+
+    num_offered: int
+    num_queued: int
+    busy_s: float
+    times_s: dict[int, float] = {}
+    inflation: float = 1.0
+    num_requests: int = 0
+    num_late: int = 0
+
+
+class Wake(Frame, tag="wake"):
+    """A request waits, and the model has no instance."""
+
+
 class Answered(Frame, tag="answ"):
     """A worker has answered, after a Verdict that awaits it."""
 
@@ -559,10 +622,11 @@ ToPartMessage = (
     | SetQuarantine
     | SetReason
     | TryGranted
+    | Scaled
     | SetEngine
     | EngineEnded
 )
-FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left | EngineHung
+FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left | PartLoad | Wake | EngineHung
 
 
 class ToPart(Frame, tag="tpt"):
@@ -589,6 +653,26 @@ class OpenModel(Frame, tag="opm"):
     blocks: tuple[int, ...]
 
 
+class SplitRule(Frame, tag="spl"):
+    """How the requests of a model are split between the version that is served and a candidate, and
+    the limits that are counted: metrics and their highest values. `mirrored_per_s` is the most of
+    one shard."""
+
+    # Of all rollouts of this server.
+    rollout: int
+    # "canary" or "shadow".
+    mode: str
+    # The candidate's version, and its number in the shards.
+    candidate: str
+    number: int = 0
+    share: float = 0.0
+    header: str = ""
+    hash_header: str = ""
+    salt: bytes = b""
+    limits: tuple[tuple[str, float], ...] = ()
+    mirrored_per_s: float = 0.0
+
+
 class Publish(Frame, tag="pub"):
     """All models that requests may use, by name. `failures` could not be loaded, and why; `awaited`
     are loading. A later `epoch` replaces an earlier one."""
@@ -597,6 +681,8 @@ class Publish(Frame, tag="pub"):
     models: dict[str, tuple[int, ...]]
     failures: dict[str, tuple[str, ...]]
     awaited: tuple[str, ...]
+    # Rollouts by the name of their model; candidates are not among `models`.
+    splits: dict[str, SplitRule] = {}
 
 
 class OpenRegion(Frame, tag="opr"):
@@ -713,8 +799,8 @@ class ShardAnswer(Frame, tag="anss"):
     error: str = ""
 
 
-ToWorker = LoadModel | Enclosed | Attach | Stop
-FromWorker = WorkerReady | StartFailed | Leaving
+ToWorker = LoadModel | Enclosed | Attach | SetExecutors | Leave | Stop
+FromWorker = WorkerReady | StartFailed | Leaving | Sketched
 ShardToWorker = Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Release
 WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
 FromShard = (

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import quote
 
 import msgspec
+import numpy as np
 
 from penstock.errors import BackendFailed
-from penstock.types import Array, RequestedOutput, Tensor, from_array, to_array
+from penstock.types import DATATYPES, Array, RequestedOutput, Tensor, from_array, to_array
 from penstock.wire.v2_templates import region_parameters
 
 HEAD_LENGTH = "Inference-Header-Content-Length"
+_REGION_PATH = "/v2/systemsharedmemory/region"
 
 
 class Values(msgspec.Struct, array_like=True):
@@ -46,8 +49,35 @@ class _BinaryAnswer(msgspec.Struct):
     outputs: list[_BinaryOutput]
 
 
+class _JsonOutput(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[object]
+
+    def array(self) -> Array:
+        if self.datatype == "BYTES":
+            return np.array(self.data, np.object_).reshape(self.shape)
+        return np.array(self.data, DATATYPES[self.datatype].numpy).reshape(self.shape)
+
+
+class _JsonAnswer(msgspec.Struct):
+    outputs: list[_JsonOutput]
+
+
 # Made when this is imported: msgspec crashes when several threads are the first to use a type.
 _answers = msgspec.json.Decoder(_BinaryAnswer)
+_json_answers = msgspec.json.Decoder(_JsonAnswer)
+
+
+def region_path(name: str, action: str) -> str:
+    """Return the path to `register` or `unregister` a region of shared memory."""
+    return f"{_REGION_PATH}/{quote(name, safe='')}/{action}"
+
+
+def encode_region(key: str, nbytes: int) -> bytes:
+    """Return the body that registers shared memory of this key."""
+    return msgspec.json.encode({"key": key, "offset": 0, "byte_size": nbytes})
 
 
 def encode_infer(
@@ -78,11 +108,31 @@ def decode_answer(
 ) -> dict[str, Array]:
     """Return outputs by name from an answer whose tensors are all binary, or in shared memory at
     these places."""
+    return {each.name: to_array(each) for each in _binary_outputs(head_length, body, places)}
+
+
+def decode_outputs(head_length: int, body: bytes) -> list[Tensor]:
+    """Return the outputs of an answer, binary or, without a head, in JSON."""
+    if head_length:
+        return list(_binary_outputs(head_length, body, None))
+    try:
+        outputs = _json_answers.decode(body).outputs
+        return [
+            from_array(each.name, each.datatype, each.array())
+            for each in outputs
+            if each.datatype in DATATYPES
+        ]
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        raise BackendFailed(f"the server's answer cannot be read: {error}") from None
+
+
+def _binary_outputs(
+    head_length: int, body: bytes, places: Mapping[str, memoryview] | None
+) -> Iterator[Tensor]:
     try:
         answer = _answers.decode(body[:head_length])
     except msgspec.DecodeError as error:
         raise BackendFailed(f"the server's answer cannot be read: {error}") from None
-    found = {}
     position = head_length
     for each in answer.outputs:
         nbytes = each.parameters.binary_data_size
@@ -93,5 +143,4 @@ def decode_answer(
             data = places[each.name][: each.parameters.shared_memory_byte_size]
         else:
             raise BackendFailed(f"the server's answer has no data for output '{each.name}'")
-        found[each.name] = to_array(Tensor(each.name, each.datatype, tuple(each.shape), data))
-    return found
+        yield Tensor(each.name, each.datatype, tuple(each.shape), data)

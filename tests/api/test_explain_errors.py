@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from penstock.api.explain import WRONG_PORT, ExplainedModel
+from penstock.api.explain import ExplainedModel
+from penstock.api.server_http import WRONG_PORT
 from penstock.errors import ConfigError
 
 

@@ -7,14 +7,22 @@ from typing import get_type_hints
 import pytest
 
 from penstock.api import keywords
+from penstock.api.asgi_options import AsgiOptions
 from penstock.api.bench_options import BenchOptions
+from penstock.api.capacity_options import CapacityOptions
+from penstock.api.export_options import HelmOptions, KserveOptions, KubernetesOptions
 from penstock.api.optimize_options import OptimizeOptions
 from penstock.api.options import flag_name, from_keywords, options_of
 from penstock.api.profile_options import ProfileOptions
+from penstock.api.ray_options import RayOptions
+from penstock.api.repo_options import PromoteOptions
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError
 
-ALL = (BenchOptions, OptimizeOptions, ProfileOptions, ServeOptions)
+MODELS = (AsgiOptions, BenchOptions, OptimizeOptions, ProfileOptions, RayOptions, ServeOptions)
+ALL = (*MODELS, CapacityOptions, PromoteOptions)
+# Of commands without a function in the public API.
+COMMANDS = (*ALL, HelmOptions, KserveOptions, KubernetesOptions)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -24,7 +32,7 @@ def test_keywords_of_type_checkers_are_the_fields(kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind in ALL for name in options_of(kind)]
+    ("kind", "name"), [(kind, name) for kind in COMMANDS for name in options_of(kind)]
 )
 def test_every_option_says_what_it_is_and_when_to_change_it(kind: type, name: str) -> None:
     _, flag = options_of(kind)[name]
@@ -35,9 +43,10 @@ def test_every_option_says_what_it_is_and_when_to_change_it(kind: type, name: st
 
 
 def test_options_of_the_same_name_mean_the_same() -> None:
-    """Summaries may differ in what they are about, not in metavar and short name."""
+    """Summaries may differ in what they are about, not in metavar and short name. A rollout's steps
+    and headers are not those of a load test."""
     seen: dict[str, tuple[str, str]] = {}
-    for kind in ALL:
+    for kind in MODELS:
         for name, (_, flag) in options_of(kind).items():
             form = (flag.metavar, flag.short)
             assert seen.setdefault(name, form) == form, name

@@ -17,6 +17,7 @@ from penstock.benchmark.loops import (
     Feed,
     InFlightCount,
     OpenLoop,
+    RepeatedFeed,
     share_of,
     shared_times,
 )
@@ -81,6 +82,49 @@ def test_items_of_examples_that_come_again_are_encoded_once() -> None:
     feed = Feed(Numbers(), target)
     assert [feed.next() for _ in range(6)] == [b"0", b"1", b"2"] * 2
     assert target.num_encoded == 3
+
+
+class Arrays:
+    """A source of arrays of 100 bytes: new ones, or the same few examples again and again."""
+
+    origin = Origin("arrays", is_random=False)
+
+    def __init__(self, num_examples: int | None = None) -> None:
+        self._count = itertools.count()
+        self._num_examples = num_examples
+
+    def next(self) -> tuple[int | None, Sample]:
+        number = next(self._count) % (self._num_examples or 1_000_000)
+        array = np.full(100, number % 256, np.uint8)
+        index = None if self._num_examples is None else number
+        return index, Sample({"x": array}, {"number": number})
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "max_inputs", "max_bytes", "num_inputs", "num_requests"),
+    [
+        (None, 5, 10_000, 5, 5),
+        (None, 50, 1_099, 10, 10),
+        (None, 50, 10, 1, 1),
+        (3, 5, 10_000, 3, loops.MAX_REPEATED),
+        (30, 5, 10_000, 5, 5),
+    ],
+)
+def test_first_requests_are_encoded_at_once_and_repeated(
+    num_examples: int | None, max_inputs: int, max_bytes: int, num_inputs: int, num_requests: int
+) -> None:
+    target = Scripted()
+    feed = RepeatedFeed(Arrays(num_examples), target, max_inputs, max_bytes)
+    assert (feed.num_inputs, feed.num_bytes) == (num_inputs, 100 * num_inputs)
+    assert len(feed) == num_requests
+    assert target.num_encoded == num_inputs
+    first = [feed.next() for _ in range(num_requests)]
+    assert first[:num_inputs] == [str(number).encode() for number in range(num_inputs)]
+    assert [feed.next() for _ in range(num_requests)] == first
+    assert feed.next() == first[0]
+    feed.restart()
+    assert feed.next() == first[0]
+    assert target.num_encoded == num_inputs, "nothing is encoded during the load"
 
 
 def test_a_closed_loop_keeps_its_number_under_way() -> None:

@@ -13,6 +13,9 @@ import uvloop
 
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.dashboard.pages import Pages
+from penstock.operate.monitor import Monitor
+from penstock.operate.rollouts import Rollouts
+from penstock.operate.version_actions import VersionActions
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.v2_http import Models, V2Http
@@ -55,6 +58,7 @@ def null_config(
 class PageServer:
     catalog: Catalog
     management: ManagementApi
+    pages: Pages
     port: int
 
     @property
@@ -85,12 +89,17 @@ def page_server(
         await catalog.load(RepositoryScan(list(configs), dict(problems or {})))
         management = ManagementApi(catalog, Control(catalog, "", is_explicit=False))
         checked = gate or Gate()
-        pages = Pages(management, checked).handlers()
-        v2 = V2Http(Models(management, gate=checked, pages=pages), HttpLimits(), checked)
+        rollouts = Rollouts(catalog, management.control)
+        management.add(VersionActions(management, checked.name_of, rollouts).answers)
+        monitor = Monitor(catalog)
+        pages = Pages(management, checked, monitor)
+        v2 = V2Http(Models(management, gate=checked, pages=pages.handlers()), HttpLimits(), checked)
         http = HttpServer(v2.handle, HttpLimits())
-        box.append(PageServer(catalog, management, await http.start("127.0.0.1", 0)))
+        watching = asyncio.create_task(monitor.run())
+        box.append(PageServer(catalog, management, pages, await http.start("127.0.0.1", 0)))
         started.set()
         await asyncio.to_thread(stop.wait)
+        watching.cancel()
         await v2.close()
         await http.close()
         await catalog.close()

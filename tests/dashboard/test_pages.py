@@ -13,7 +13,7 @@ from penstock.protocols.gate import Gate
 from penstock.protocols.route_table import ROUTES
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-MAX_BYTES = 60_000
+MAX_BYTES = 300_000
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 

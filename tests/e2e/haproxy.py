@@ -12,6 +12,8 @@ from debian import unpack, with_libraries
 PACKAGES = ("haproxy", "liblua5.3-0", "libopentracing-c-wrapper0", "libopentracing1")
 # A request that was refused, or that never left, may go to the other server.
 RETRIES = "  retries 3\n  option redispatch 1\n  retry-on conn-failure empty-response 503\n"
+# A server leaves with the first check that fails or is late.
+QUICK_CHECKS = "inter 100ms fall 1 rise 1"
 CONFIG = """
 global
   stats socket {admin} level admin
@@ -29,7 +31,7 @@ backend servers
   option httpchk
   http-check send meth GET uri /v2/health/ready ver HTTP/1.1 hdr Host 127.0.0.1
   http-check expect status 200
-  default-server check inter 100ms fall 1 rise 1
+  default-server check {checks}
 {servers}
 """
 
@@ -72,16 +74,28 @@ class Proxy:
 
 
 @contextlib.contextmanager
-def haproxy(folder: Path, ports: Mapping[str, int], retries: bool) -> Iterator[Proxy]:
-    """In front of servers by name; skips the test where haproxy cannot be had."""
+def haproxy(
+    folder: Path,
+    ports: Mapping[str, int],
+    retries: bool,
+    later: Mapping[str, int] | None = None,
+    checks: str = QUICK_CHECKS,
+) -> Iterator[Proxy]:
+    """In front of servers by name, of which those of `later` do not run yet; skips the test where
+    haproxy cannot be had."""
     files = unpack(*PACKAGES)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    servers = "\n".join(f"  server {name} 127.0.0.1:{port}" for name, port in ports.items())
+    every = {**ports, **(later or {})}
+    servers = "\n".join(f"  server {name} 127.0.0.1:{port}" for name, port in every.items())
     config = folder / "haproxy.cfg"
     admin = folder / "admin"
     text = CONFIG.format(
-        admin=admin, port=port, servers=servers, retries=RETRIES if retries else "  retries 0\n"
+        admin=admin,
+        port=port,
+        servers=servers,
+        retries=RETRIES if retries else "  retries 0\n",
+        checks=checks,
     )
     config.write_text(text)
     with (folder / "haproxy.log").open("w") as log:

@@ -303,7 +303,7 @@ def test_priority_and_timeout_are_those_of_http(server, client, alone, shards):
     client.async_infer("alone", number(), into(answers))
     alone.wait_until_begun()
     status, text = refusal(client, "alone", number(), timeout=50_000)
-    assert (status, "Request timeout expired" in text) == ("StatusCode.UNAVAILABLE", True)
+    assert (status, "Request timeout expired" in text) == ("StatusCode.UNAVAILABLE", True), text
     if shards[1] == "1":  # Another shard would not know that the worker is busy.
         item = {"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [1]}
         body = {"inputs": [item], "parameters": {"timeout": 50_000}}

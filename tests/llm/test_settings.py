@@ -40,6 +40,11 @@ def test_what_is_told_holds():
     assert (found.cache_bytes, found.num_threads) == (4096, 2)
 
 
+def test_threads_are_the_cores_that_another_program_has_assigned():
+    assert settings_of(replace(CONFIG, num_cores=7)).num_threads == 7
+    assert settings_of(replace(told(threads="2"), num_cores=7)).num_threads == 2
+
+
 def test_many_sequences_alone_raise_what_a_step_takes():
     assert settings_of(told(max_num_seqs="1000")).max_tokens == 1000
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.errors import BackendFailed, Cancelled, InvalidRequest, Overloaded
+from penstock.errors import BackendFailed, Cancelled, InvalidRequest, NotReady, Overloaded
 from penstock.llm.generation import Generation, SequenceOutput
 from penstock.llm.messages import GenerateRequest, StepReport, pack_tokens
 from penstock.llm.text_metrics import REASONS, TextMetrics, decode_record
@@ -14,6 +14,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.serving.metrics import Histogram, ModelMetrics
 from penstock.serving.metrics_record import record
 from penstock.serving.scrape import Pending, expose
+from penstock.slo import parse
 from penstock.wire.frames import EngineReady
 
 HISTOGRAMS = {
@@ -145,6 +146,62 @@ class TestRequests:
         assert model.num_refused["predicted_late"] == model.num_refused["invalid"] == 1
         # Who was refused has no time of his own.
         assert metrics.request_s.count == 3
+
+
+class TestSlo:
+    """Arrival is at 100; the first token may take 1 s, each further one 0.1 s."""
+
+    @pytest.fixture
+    def model(self):
+        return ModelMetrics(
+            "smol", "1", objectives=parse("p99 ttft < 1s, p95 tpot < 100ms").objectives
+        )
+
+    @staticmethod
+    def counts(model):
+        return {
+            each.objective.metric: (each.num_bad, each.num_requests) for each in model.slo_counts
+        }
+
+    @pytest.mark.parametrize(
+        ("times", "bad"),
+        [
+            ((101.0, 101.05), (0, 0)),
+            ((101.5, 101.55), (1, 0)),
+            ((100.5, 100.75), (0, 1)),
+            ((101.5, 101.75), (1, 1)),
+            # One token has no time per output token.
+            ((101.5,), (1, 0)),
+        ],
+    )
+    def test_finished_texts_are_judged_by_both_limits(self, model, metrics, times, bad):
+        generation = a_generation()
+        for now in times:
+            give(metrics, generation, 0, now, "stop")
+        metrics.finished(generation, times[-1])
+        assert self.counts(model) == {"ttft": (bad[0], 1), "tpot": (bad[1], 1)}
+
+    def test_a_failure_is_bad_once_even_after_a_late_token(self, model, metrics):
+        generation = a_generation()
+        give(metrics, generation, 0, 105.0)
+        metrics.failed(generation, BackendFailed("it died"), 106.0)
+        metrics.failed(a_generation(), NotReady("the engine is gone"), 100.1)
+        metrics.refused(Overloaded("full"), 0.0)
+        assert self.counts(model) == {"ttft": (3, 3), "tpot": (3, 3)}
+
+    def test_clients_that_leave_count_if_they_waited_too_long(self, model, metrics):
+        metrics.failed(a_generation(), Cancelled("left"), 100.9)
+        metrics.refused(Cancelled("left"), 0.9)
+        metrics.refused(InvalidRequest("no"), 5.0)
+        assert self.counts(model) == {"ttft": (0, 0), "tpot": (0, 0)}
+        metrics.failed(a_generation(), Cancelled("left"), 101.1)
+        metrics.refused(Cancelled("left"), 1.1)
+        assert self.counts(model) == {"ttft": (2, 2), "tpot": (2, 2)}
+
+    def test_steps_keep_the_engine_busy(self, model, metrics):
+        metrics.step(a_step(busy_s=0.25), 1.0)
+        metrics.step(a_step(busy_s=0.5), 2.0)
+        assert model.busy_s == 0.75
 
 
 class TestEngine:

@@ -15,9 +15,11 @@ import onnxruntime
 import psutil
 import pytest
 from made_evaluators import made_evaluator
+from made_recordings import write_recording
 from optimizer import made_optimizations
 from served_builds import null_build, write_outlier_model
 from suites import onnx_models
+from waiting import wait_until
 
 import penstock
 from penstock import slo
@@ -44,6 +46,7 @@ from penstock.optimizer.results import Optimization
 from penstock.optimizer.subject import Subject, open_subject
 from penstock.repository import layout, manifest
 from penstock.system import devices
+from penstock.types import TensorSpec
 
 WISH = slo.parse("p99 < 2s at 20/s")
 SIZE = 32
@@ -114,6 +117,38 @@ def check_evidence(plan: Plan, found: Optimization) -> None:
     with penstock.load(Path(plan.out) / "small") as model:
         answer = model.infer(np.zeros((1, SIZE), np.float32))
     assert answer["y"].shape == (1, SIZE)
+
+
+@pytest.mark.slow
+def test_live_traffic_is_data_and_the_evidence_says_so(plan: Plan, tmp_path: Path) -> None:
+    """Two rows a request, some of them twice; the version is compared with it when it is served."""
+    values = np.random.default_rng(4).normal(size=(100, 2, SIZE)).astype(np.float32)
+    requests = [{"x": each} for each in (*values, *values[:30])]
+    folder = write_recording(tmp_path / "rec", requests, name="small")
+    live = replace(plan, data=str(folder), from_live=str(tmp_path / "rec"))
+    found = run.optimize(live, lambda progress: None, "")
+    assert found.outcome == "kept" and found.data_text.startswith(
+        "200 examples of small, without labels; live traffic, the latest different rows; recorded "
+    )
+    assert any("correctness was not checked" in each for each in found.unchecked)
+    kept = manifest.read(Path(plan.out) / "small" / found.version)
+    assert kept is not None
+    span = kept.evidence["lineage"]["live"]
+    assert span == {"from": "2023-11-14T22:13:20+00:00", "to": "2023-11-14T22:13:32+00:00"}
+    known = kept.evidence["input_statistics"]["x"]["value"]
+    assert known["num_rows"] == 200 and known["count"] == 200 * SIZE
+    assert known["max"] == pytest.approx(float(values.max()))
+    with penstock.load(Path(plan.out) / "small") as model:
+        model.infer(values[0])
+        wait_until(lambda: len(model.drift()) == 1 or model.infer(values[0]) is None)
+
+
+def test_redacted_inputs_are_no_data(plan: Plan, tmp_path: Path) -> None:
+    rows = [{"x": np.zeros((1, SIZE), np.float32)}] * 20
+    folder = write_recording(tmp_path / "rec", rows, redacted=["x"])
+    with pytest.raises(ConfigError, match="redacted inputs have no values to optimise with: 'x'"):
+        inputs = (TensorSpec("x", "FP32", (SIZE,)),)
+        open_examples(replace(plan, data=str(folder), labels=""), inputs, has_batch=True)
 
 
 MACHINE = Machine("a processor", 2, 1 << 30, ("avx2",), versions={"onnxruntime": "1.2"})

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from made_recordings import digits, write_recording
 
 from penstock import slo
 from penstock.errors import CommandLineError, ConfigError
@@ -122,6 +123,25 @@ def test_a_key_that_a_file_lacks_is_asked_for_as_a_key_or_a_flag(model: Path) ->
     assert list(caught.value.problems) == [
         'plan.toml has no slo; add slo = "p99 < 20 ms at 200/s", or give --slo'
     ]
+
+
+def test_live_data_is_the_recording_of_the_model(model: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_recording(tmp_path / "rec", digits(2), name=name)
+    base = {"model": str(model), "slo": "p99 < 20 ms", "out": str(tmp_path / "out"), "name": "b"}
+    made = plan_file.make_plan({**base, "from_live": str(tmp_path / "rec")})
+    assert made.data == str(tmp_path / "rec" / "b") and made.from_live
+    made = plan_file.make_plan({**base, "from_live": str(tmp_path / "rec" / "a")})
+    assert made.data == str(tmp_path / "rec" / "a")
+    (tmp_path / "x.npz").write_bytes(b"")
+    with pytest.raises(ConfigError, match="--from-live: contradicts --data"):
+        plan_file.make_plan(
+            {**base, "from_live": str(tmp_path / "rec"), "data": str(tmp_path / "x.npz")}
+        )
+    with pytest.raises(ConfigError, match="no recording of penstock serve --record"):
+        plan_file.make_plan({**base, "from_live": str(tmp_path)})
+    with pytest.raises(ConfigError, match="--from-live: .*nothing: no such file or folder"):
+        plan_file.make_plan({**base, "from_live": str(tmp_path / "nothing")})
 
 
 def test_what_is_not_there(model: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from penstock.protocols.audit_log import AdminCall, record
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.infer_grpc import InferRpcs
+from penstock.protocols.route_table import find
 from penstock.protocols.shard_processes import CoreApi
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import Models, V2Http
@@ -47,12 +48,25 @@ def test_a_line_says_who_what_and_the_result(lines: Any) -> None:
     record(AdminCall("http", "operator", "load", "m"))
     record(AdminCall("grpc", "a b\n=", "index"), NotAllowed('no "scope"'))
     record(AdminCall("http", "x", "load", "m"), InvalidRequest("r" * 2000))
-    first, second, third = lines()
+    record(AdminCall("http", "operator", "promote", "m", "2"))
+    first, second, third, fourth = lines()
     assert first == "http caller=operator action=load model=m result=200"
     assert second == (
         r'grpc caller="a b\n=" action=index result=PERMISSION_DENIED reason="no \"scope\""'
     )
     assert len(third) < 600
+    assert fourth == "http caller=operator action=promote model=m version=2 result=200"
+
+
+@pytest.mark.parametrize(
+    "body, version",
+    [(b'{"version": "2"}', "2"), (b'{"version": 3}', "3"), (b"{", ""), (b"", ""), (b"[]", "")],
+)
+def test_a_promotion_says_which_version_it_is_about(body: bytes, version: str) -> None:
+    match = find(b"/v2/repository/models/m/promote")
+    assert match is not None
+    call = audit_log.http_call(match, "operator", body)
+    assert call == AdminCall("http", "operator", "promote", "m", version)
 
 
 def make_management() -> ManagementApi:

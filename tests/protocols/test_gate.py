@@ -138,6 +138,58 @@ def test_a_page_cannot_reach_the_server_under_another_name(host, is_allowed):
             gate.check_host({b"host": host})
 
 
+def a_change(**headers: str) -> MessageHead:
+    named = {name.replace("_", "-").encode(): text.encode() for name, text in headers.items()}
+    return MessageHead(b"POST", b"/v2/repository/models/m/unload", named)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example", "host": "127.0.0.1:8000"},
+        {"origin": "null", "host": "127.0.0.1:8000"},
+        {"origin": "", "host": "127.0.0.1:8000"},
+        # Another server of the same machine.
+        {"origin": "http://127.0.0.1:3000", "host": "127.0.0.1:8000"},
+        {"origin": "http://127.0.0.1:8000.evil.example", "host": "127.0.0.1:8000"},
+        {"origin": "https://evil.example"},
+    ],
+)
+def test_pages_of_other_origins_change_nothing(headers):
+    with pytest.raises(NotAllowed, match="this server's pages only"):
+        Gate().admit(a_change(**headers))
+    assert not Gate().screen(a_change(**headers))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "127.0.0.1:8000"},
+        {"origin": "http://127.0.0.1:8000", "host": "127.0.0.1:8000"},
+        {"origin": "https://models.example", "host": "Models.example"},
+        {
+            "origin": "https://models.example",
+            "host": "10.0.0.3",
+            "x_forwarded_host": "models.example",
+        },
+    ],
+)
+def test_own_pages_and_clients_that_are_no_browsers_may_change_models(headers):
+    assert Gate().admit(a_change(**headers)).route.handler == "unload"
+
+
+def test_with_keys_the_key_is_what_counts(keys):
+    with pytest.raises(NotAllowed, match="needs an API key"):
+        Gate(keys).admit(a_change(origin="https://evil.example", host="a"))
+    known = {"origin": "https://console.example", "host": "a", "x_api_key": SECRET[::-1]}
+    assert Gate(keys).admit(a_change(**known)).route.handler == "unload"
+
+
+def test_pages_of_other_origins_may_ask_what_changes_nothing():
+    head = MessageHead(b"GET", b"/v2/health/ready", {b"origin": b"https://evil.example"})
+    assert Gate().admit(head).route.handler == "ready"
+
+
 def test_a_message_of_http_1_0_may_have_no_host():
     Gate(hosts=frozenset(("localhost",))).check_host({})
 

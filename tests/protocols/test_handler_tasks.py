@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -156,3 +157,72 @@ async def test_close_cancels_what_still_runs(serve: Any) -> None:
         await started.wait()
         # `running` closes the tasks when this block ends.
     assert ended.is_set()
+
+
+async def test_a_stream_is_sent_as_it_comes_and_ended(serve: Any) -> None:
+    closed: list[bool] = []
+
+    async def parts() -> AsyncGenerator[bytes]:
+        try:
+            for number in range(3):
+                yield b"part %d;" % number
+        finally:
+            closed.append(True)
+
+    async def streaming(call: RouteCall) -> Reply:
+        return Reply(b"", 200, "text/event-stream", stream=parts())
+
+    async with running(serve, streaming) as served, served.connect() as client:
+        await client.send(request())
+        _, headers = await client.head()
+        assert headers["content-type"] == "text/event-stream"
+        expected = b"".join(b"7\r\npart %d;\r\n" % n for n in range(3)) + b"0\r\n\r\n"
+        assert await client.reader.readexactly(len(expected)) == expected
+        await client.send(request("HEAD") + request())
+        assert (await client.head())[0] == 200
+        assert (await client.head())[0] == 200
+        assert await client.reader.readexactly(len(expected)) == expected
+    assert closed == [True] * 3
+
+
+@pytest.mark.parametrize("how", ["leaves", "does not read"])
+async def test_a_stream_ends_with_its_client(
+    serve: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.protocols.handler_tasks.MAX_BEHIND_BYTES", 1 << 16)
+    ended = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[bytes]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield bytes(1 << 16)
+        finally:
+            ended.set()
+
+    async def streaming(call: RouteCall) -> Reply:
+        return Reply(b"", 200, "text/event-stream", stream=endless())
+
+    async with running(serve, streaming) as served, served.connect() as client:
+        await client.send(request())
+        assert (await client.head())[0] == 200
+        if how == "leaves":
+            client.writer.close()
+        await ended.wait()
+
+
+async def test_a_stream_that_fails_is_cut(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def failing() -> AsyncGenerator[bytes]:
+        yield b"first"
+        raise RuntimeError("no more")
+
+    async def streaming(call: RouteCall) -> Reply:
+        return Reply(b"", 200, "text/event-stream", stream=failing())
+
+    with caplog.at_level(logging.ERROR):
+        async with running(serve, streaming) as served, served.connect() as client:
+            await client.send(request())
+            # The last chunk, of length 0, is missing.
+            with contextlib.suppress(ConnectionResetError):
+                assert not (await client.reader.read()).endswith(b"0\r\n\r\n")
+    assert "no more" in caplog.text

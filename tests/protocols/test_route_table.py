@@ -17,6 +17,8 @@ from tritonclient.grpc import service_pb2
 from penstock.config import HttpLimits
 from penstock.dashboard.pages import Pages
 from penstock.errors import NotAllowed, Unsupported
+from penstock.operate.rollouts import Rollouts
+from penstock.operate.version_actions import VersionActions
 from penstock.protocols.answer_sender import Keep
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.h2_heads import make_head
@@ -40,6 +42,14 @@ SCOPES = {
     "/": "open",
     "/docs": "open",
     "/openapi.json": "open",
+    "/dashboard": "open",
+    "/dashboard/common.js": "open",
+    "/dashboard/charts.js": "open",
+    "/dashboard/versions.js": "open",
+    "/dashboard/live.js": "open",
+    "/dashboard/live.css": "open",
+    "/dashboard/events": "metrics",
+    "/dashboard/what-if": "metrics",
     "/dashboard/app.js": "open",
     "/dashboard/docs.js": "open",
     "/dashboard/style.css": "open",
@@ -61,6 +71,14 @@ SCOPES = {
     "/v2/repository/index": "admin",
     "/v2/repository/models/{name}/load": "admin",
     "/v2/repository/models/{name}/unload": "admin",
+    "/v2/repository/models/{name}/versions": "admin",
+    "/v2/repository/models/{name}/history": "admin",
+    "/v2/repository/models/{name}/rollout": "admin",
+    "/v2/repository/models/{name}/diff/{a}/{b}": "admin",
+    "/v2/repository/models/{name}/promote": "admin",
+    "/v2/repository/models/{name}/rollback": "admin",
+    "/v2/repository/models/{name}/verify": "admin",
+    "/v2/repository/models/{name}/prune": "admin",
     "/metrics": "metrics",
     "/v2/trace/setting": "admin",
     "/v2/logging": "admin",
@@ -143,7 +161,10 @@ def test_every_rpc_has_the_scope_of_the_route_that_does_the_same():
 
 def make_management() -> ManagementApi:
     catalog = Catalog()
-    return ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
+    management = ManagementApi(catalog, Control(catalog, ".", is_explicit=True))
+    rollouts = Rollouts(management.catalog, management.control)
+    management.add(VersionActions(management, Gate().name_of, rollouts).answers)
+    return management
 
 
 async def test_every_handler_of_the_table_exists():
@@ -177,7 +198,7 @@ def test_names_are_decoded_once(path, names):
 @pytest.mark.parametrize(
     "path",
     ["//", "", "/v2/unknown", "/V2", "//v2", "/v2//", "/v2/health/live/", "/v2/models//infer"]
-    + ["/dashboard", "/dashboard/", "/dashboard/index.html", "/dashboard/pages.py", "/docs/"]
+    + ["/dashboard/", "/dashboard/index.html", "/dashboard/pages.py", "/docs/"]
     + ["/v1/models/", "/metrics/", "/metrics/x", "/v2/repository", "/v2/repository/models/m/load/"]
     + ["/v2%2Fmodels/m", "/v2/models/m%2Finfer/", "/v2/models/m/infer%0A"],
 )

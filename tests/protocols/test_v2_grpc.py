@@ -79,6 +79,7 @@ class Core:
         self.waiting: list[Request] = []
         self.cancelled: list[Request] = []
         self.asked: list[tuple[str, str, Mapping[str, Any]]] = []
+        self.splits: dict[str, object] = {}
         self.counted: list[str] = []
         self.refused: list[PenstockError] = []
         self.catalog = self

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asgi_client import AsgiClient
 from loop_shards import shard_on_loop
 
 import penstock
@@ -38,6 +39,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.protocols.asgi_http import AsgiHttp
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http_server import HttpServer
@@ -147,6 +149,28 @@ class Api:
         return self.ask("POST", path, body + (tail or b""), headers, **options)
 
 
+class AsgiApi(Api):
+    """A client of the same handlers, mounted in an application instead of listening."""
+
+    def __init__(self, client: AsgiClient, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(0)
+        self._client = client
+        self._loop = loop
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
+    ) -> Reply:
+        asking = self._client.ask(method, f"/models{path}", body, headers or {})
+        answer = asyncio.run_coroutine_threadsafe(asking, self._loop).result(timeout_s)
+        assert answer.is_complete
+        return Reply(answer.status, answer.headers, answer.body)
+
+
 def v2_of(catalog: Any, limits: HttpLimits | None = None) -> tuple[V2Http, ManagementApi]:
     control = Control(catalog, str(EXAMPLES), is_explicit=False)
     management = ManagementApi(catalog, control)
@@ -155,16 +179,18 @@ def v2_of(catalog: Any, limits: HttpLimits | None = None) -> tuple[V2Http, Manag
 
 
 async def run_until(
-    stop: threading.Event, started: threading.Event, box: list[int], has_shard: bool
+    stop: threading.Event, started: threading.Event, box: list[Api], how: str
 ) -> None:
-    shards = Shards(1) if has_shard else None
+    shards = Shards(1) if how == "shard" else None
     catalog = Catalog(start_life=ThreadLife, shards=shards)
     await catalog.load(RepositoryScan([*MODELS, *layout.read(EXAMPLES).configs]))
     assert not catalog.failures
     v2, management = v2_of(catalog)
     core = CoreApi(management, v2.handle, shards=shards)
-    async with shard_on_loop(core) if has_shard else own_server(v2) as listening:
-        box.append(listening.port)
+    async with shard_on_loop(core) if shards is not None else own_server(v2) as listening:
+        mounted = AsgiClient(AsgiHttp(v2, HttpLimits()).answer, "/models")
+        asgi = AsgiApi(mounted, asyncio.get_running_loop())
+        box.append(asgi if how == "asgi" else Api(listening.port))
         started.set()
         await asyncio.to_thread(stop.wait)
     await v2.close()
@@ -192,17 +218,17 @@ def silence() -> Iterator[None]:
         logger.disabled = False
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["core", "shard"])
+@pytest.fixture(scope="module", params=["core", "shard", "asgi"])
 def api(request: pytest.FixtureRequest, silence: None) -> Iterator[Api]:
     stop, started = threading.Event(), threading.Event()
-    box: list[int] = []
+    box: list[Api] = []
     thread = threading.Thread(
         target=lambda: asyncio.run(run_until(stop, started, box, request.param))
     )
     thread.start()
     try:
         assert started.wait(60)
-        yield Api(box[0])
+        yield box[0]
     finally:
         stop.set()
         thread.join()
@@ -969,6 +995,7 @@ class OneModel:
     is_ready = True
     failures = ()
     shards = None
+    splits = ()
     regions = RegionTable()
 
     def __init__(self, model: Puppet, error: Exception | None = None) -> None:

@@ -157,3 +157,28 @@ def test_a_listener_is_closed_when_it_is_released():
         watchdog.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_service_manager_hears_of_a_loop_that_runs_only():
+    """Between two signs of life of a stuck loop nothing is told."""
+    beats = threading.Semaphore(0)
+
+    async def scenario():
+        watchdog = Watchdog(30.0, lambda number: None, stuck_s=0.2, on_alive=beats.release)
+        watchdog.start()
+        try:
+            assert await asyncio.to_thread(beats.acquire, timeout=60)
+            loop_is_free = threading.Event()
+            while beats.acquire(blocking=False):
+                pass
+            # The loop's own thread waits here, until the watchdog has looked a few times.
+            loop_is_free.wait(2.5)
+            told = 0
+            while beats.acquire(blocking=False):
+                told += 1
+            assert told <= 1
+            assert await asyncio.to_thread(beats.acquire, timeout=60)
+        finally:
+            watchdog.stop()
+
+    asyncio.run(scenario())

@@ -59,6 +59,15 @@ def test_the_script_has_the_wishes_that_a_build_depends_on() -> None:
     }
 
 
+def test_live_data_is_the_recording_it_was() -> None:
+    found = made.kept()
+    found.command = "penstock optimize m.onnx --from-live rec --slo 'p99 < 1ms'"
+    found.live_data = "rec/reviews"
+    code = reproduce.build_code(found, made.CHOSEN)
+    assert "data='rec/reviews', from_live='rec/reviews'" in code
+    assert "--data rec/reviews" in reproduce.bench_commands(found)
+
+
 def test_files_of_a_candidate_that_was_kept() -> None:
     found = made.kept()
     assert reproduce.files(found, made.CHOSEN) == f"{found.work}/builds/{made.CHOSEN.key}"

@@ -22,6 +22,7 @@ from penstock.config import (
     Postprocess,
     Preprocess,
     QueuePolicy,
+    ScalingConfig,
 )
 from penstock.errors import ConfigError
 from penstock.repository import parameters, pbtxt
@@ -126,6 +127,11 @@ def paddings(draw: st.DrawFn, inputs: tuple[TensorSpec, ...]) -> Padding | None:
 places = st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:1", "cuda:7"])
 
 
+seconds = st.floats(1e-3, 1e9)
+# Any number at the start is between these limits; on GPUs, some backends allow no more than it.
+scalings = st.builds(ScalingConfig, st.none() | st.just(0), st.none(), seconds, seconds, seconds)
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     max_batch = draw(st.sampled_from([0, 1, 64]))
@@ -152,6 +158,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         batching=batching,
         gpu_memory_bytes=draw(st.none() | st.integers(1, 1 << 50)),
         memory=draw(memories),
+        scaling=draw(scalings),
         hang_s=draw(st.floats(1e-3, 1e9)),
         load_timeout_s=draw(st.floats(1e-3, 1e9)),
         memory_bytes=draw(st.none() | st.integers(1, 1 << 50)),

@@ -23,11 +23,13 @@ from penstock.config import (
     PadAxis,
     Padding,
     QueuePolicy,
+    ScalingConfig,
 )
 from penstock.errors import ConfigError, NotFound
 from penstock.repository import pbtxt
 from penstock.repository.layout import about, names, read, read_made_up, read_one, refuse_hard_links
 from penstock.repository.pbtxt import describe
+from penstock.serving.placement import place
 from penstock.system import devices
 from penstock.system.devices import Gpu
 from penstock.types import DATATYPES, TensorSpec
@@ -650,8 +652,8 @@ def test_labels_of_the_version_come_before_those_of_the_model(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["a\\000b", "a" * 300, "loop"])
 def test_file_name_that_cannot_be_one_is_a_problem(tmp_path: Path, field: str, name: str) -> None:
     folder = add_model(tmp_path, "model", None)
-    for place in (folder, folder / "1"):
-        (place / "loop").symlink_to("loop")
+    for where in (folder, folder / "1"):
+        (where / "loop").symlink_to("loop")
     text = f'{field}: "{name}"'
     if field == "label_filename":
         text = NULL.replace('name: "y"', f'name: "y" {text}')
@@ -1870,3 +1872,47 @@ class TestLanguageModels:
         for wrong in (folder, folder / "model.safetensors", tmp_path / "nowhere"):
             with pytest.raises(ConfigError, match=r"config\.json, whose sizes"):
                 read_made_up(wrong)
+
+
+SCALED = "instance_group { count: 2 kind: KIND_CPU }\n"
+
+
+def test_limits_of_the_number_of_instances_are_read(tmp_path: Path) -> None:
+    limits = parameter("penstock.min_instances", "0") + parameter("penstock.max_instances", "8")
+    times = parameter("penstock.scale_down_s", "5") + parameter("penstock.cold_start_s", "2.5")
+    config = resolve(tmp_path, NULL + SCALED + limits + times)
+    assert (config.num_instances, config.min_instances, config.max_instances) == (2, 0, 8)
+    assert config.scaling == ScalingConfig(0, 8, 5.0, 300.0, 2.5)
+    assert config.is_scaled and len(config.workers) == 2 and len(config.places) == 8
+    fixed = resolve(tmp_path / "fixed", NULL + SCALED)
+    assert not fixed.is_scaled and fixed.places == fixed.workers
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [
+        ("3", "2", "min_instances: 3 is more than parameters.penstock.max_instances, 2"),
+        ("3", "8", "min_instances: instance_group has 2 instances; expected from 3 to 8 at the"),
+        ("0", "1", "max_instances: instance_group has 2 instances; expected from 0 to 1 at the"),
+        ("1", "65", "max_instances: '65' is not a whole number above 0 up to 64"),
+        ("-1", "2", "min_instances: '-1' is not a whole number from 0 up to 64"),
+    ],
+)
+def test_limits_that_cannot_hold_are_refused(
+    tmp_path: Path, least: str, most: str, expected: str
+) -> None:
+    keys = parameter("penstock.min_instances", least) + parameter("penstock.max_instances", most)
+    [problem] = problems(tmp_path, NULL + SCALED + keys)
+    assert problem.startswith(f"parameters.penstock.{expected}")
+
+
+def test_slots_of_a_gpus_worker_are_not_added_while_serving(tmp_path: Path) -> None:
+    on_gpu = "instance_group { count: 2 kind: KIND_GPU gpus: [ 0 ] }\n"
+    [problem] = problems(tmp_path, NULL + on_gpu + parameter("penstock.max_instances", "4"))
+    assert problem.startswith("parameters.penstock.max_instances: 4, and instance_group has 2; ")
+    each = "instance_group { count: 1 kind: KIND_GPU }\n"
+    config = resolve(tmp_path / "each", NULL + each + parameter("penstock.max_instances", "2"))
+    gpus = [Gpu(0, "GPU-0", "Made Up", 1 << 30, 1 << 30)]
+    with pytest.raises(ConfigError, match="max_instances: 2, and instance_group has 1"):
+        place(config, gpus)
+    assert place(config, [*gpus, Gpu(1, "GPU-1", "Made Up", 1 << 30, 1 << 30)]).is_scaled is False

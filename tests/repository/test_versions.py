@@ -21,7 +21,8 @@ from tritonclient.grpc import model_config_pb2
 
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError, StorageFull
-from penstock.repository import layout, manifest, staging, versions
+from penstock.repository import history, layout, manifest, staging, versions
+from penstock.repository.history import Cause
 from penstock.types import TensorSpec
 
 WriteOnnx = Callable[..., Path]
@@ -369,8 +370,8 @@ def two(root: Path, source: Path) -> Path:
     return root
 
 
-def history(root: Path) -> list[tuple[str, list[str]]]:
-    lines = (root / "model" / versions.HISTORY).read_text().splitlines()
+def promotions(root: Path) -> list[tuple[str, list[str]]]:
+    lines = (root / "model" / history.NAME).read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     assert all(entry["time"] for entry in entries)
     return [(entry["version"], entry["previous"]) for entry in entries]
@@ -386,7 +387,7 @@ def test_promotion_chooses_one_version_and_rollback_is_the_same(two: Path) -> No
         assert list(message.version_policy.specific.versions) == [int(version)]
         assert message.instance_group[0].count == instances, "what Triton will do"
         assert (two / "model" / "labels.txt").read_text() == f"{labels}\n"
-    assert history(two) == [("1", ["2"]), ("2", ["1"]), ("1", ["2"])]
+    assert promotions(two) == [("1", ["2"]), ("2", ["1"]), ("1", ["2"])]
     assert not list(two.rglob(".staging-*"))
 
 
@@ -437,7 +438,7 @@ def test_versions_made_by_hand_keep_the_config_and_labels_they_lived_by(
     for version, old in zip(("1", "2"), before, strict=True):
         versions.promote(root, "model", version)
         assert served(root) == [old]
-    assert history(root)[0] == ("3", ["1", "2", "3"])
+    assert promotions(root)[0] == ("3", ["1", "2", "3"])
 
 
 def test_a_worked_out_version_stays_worked_out(
@@ -460,7 +461,43 @@ def test_a_version_that_is_not_there_or_not_whole_is_not_promoted(two: Path) -> 
     with pytest.raises(ConfigError, match="no such model"):
         versions.promote(two, "other", "1")
     assert (two / "model" / "config.pbtxt").read_bytes() == before
-    assert not (two / "model" / versions.HISTORY).exists()
+    assert not (two / "model" / history.NAME).exists()
+
+
+# Removal
+
+
+PRUNED = Cause("pruned", "ada", "old")
+
+
+def test_a_removed_version_is_gone_and_the_history_says_who_removed_it(two: Path) -> None:
+    (two / "model" / "1" / "parts" / "b").symlink_to("a")
+    event = versions.remove(two, "model", "1", PRUNED)
+    assert (event.kind, event.version, event.previous) == ("pruned", "1", ("2",))
+    assert (event.actor, event.reason) == ("ada", "old")
+    assert layout.version_folders(two / "model") == ["2"]
+    assert history.read(two / "model") == [event]
+    assert not list(two.rglob(".staging-*"))
+
+
+def test_a_version_that_is_a_link_is_removed_without_what_it_leads_to(two: Path) -> None:
+    (two / "elsewhere").mkdir()
+    (two / "elsewhere" / "weights").write_bytes(b"w")
+    (two / "model" / "3").symlink_to(two / "elsewhere")
+    versions.promote(two, "model", "2")
+    versions.remove(two, "model", "3", PRUNED)
+    assert layout.version_folders(two / "model") == ["1", "2"]
+    assert (two / "elsewhere" / "weights").read_bytes() == b"w"
+
+
+def test_a_served_or_missing_version_is_not_removed(two: Path) -> None:
+    with pytest.raises(ConfigError, match="model: version 2 is served; promote another one first"):
+        versions.remove(two, "model", "2", PRUNED)
+    for version in ("3", "0", "01", "../model/1", ""):
+        with pytest.raises(ConfigError, match="there are 1, 2"):
+            versions.remove(two, "model", version, PRUNED)
+    assert layout.version_folders(two / "model") == ["1", "2"]
+    assert not (two / "model" / history.NAME).exists()
 
 
 def test_the_code_in_the_documentation_runs(tmp_path: Path, examples: Path) -> None:
@@ -490,6 +527,40 @@ def test_writers_at_the_same_time_get_different_versions(root: Path, source: Pat
     for number in numbers:
         manifest.check_digests(root / "model" / number)
     assert not list(root.rglob(".staging-*"))
+
+
+def promote_often(root: Path, version: str, count: int) -> list[tuple[str, ...]]:
+    return [versions.promote(root, "model", version).previous for _ in range(count)]
+
+
+def test_promotions_at_the_same_time_come_one_after_the_other(two: Path) -> None:
+    """Labels and configuration are of the same version, and the history is that of what happened:
+    each promotion has replaced the version of the line before it."""
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(promote_often, two, version, 8) for version in "121"]
+        for future in futures:
+            future.result()
+    events = history.read(two / "model")
+    assert len(events) == 24 and history.unreadable_lines(two / "model") == []
+    before = ("2",)
+    for event in events:
+        assert event.previous == before
+        before = (event.version,)
+    [config] = served(two)
+    assert (config.version,) == before
+    labels = (two / "model" / "labels.txt").read_text()
+    assert labels == {"1": "one\n", "2": "two\n"}[config.version]
+    assert not list(two.rglob(".staging-*"))
+
+
+def test_a_writer_that_takes_too_long_is_reported(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "LOCK_WAIT_S", 0.05)
+    reason = "another process has been changing it for 0 s; try again"
+    with staging.lock(two / "model"), pytest.raises(ConfigError, match=reason):
+        versions.promote(two, "model", "1")
+    versions.promote(two, "model", "1")
 
 
 def test_a_model_that_appears_meanwhile_gets_the_next_version(
@@ -532,7 +603,7 @@ def test_a_promotion_without_room_for_its_line_changes_nothing(
     with pytest.raises(StorageFull, match="version 2 was not promoted: No space left"):
         versions.promote(two, "model", "2")
     assert [config.version for config in served(two)] == ["1"]
-    assert history(two) == [("1", ["2"])]
+    assert promotions(two) == [("1", ["2"])]
     assert not list(two.rglob(".staging-*"))
 
 
@@ -545,13 +616,13 @@ def crash(tmp_path: Path, how: str, kind: str, rounds: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["new", "next", "promote"])
+@pytest.mark.parametrize("kind", ["new", "next", "promote", "remove"])
 @pytest.mark.parametrize("how", ["each", "fail"])
 def test_ended_before_any_step_it_is_done_or_it_never_was(
     tmp_path: Path, how: str, kind: str
 ) -> None:
     found = crash(tmp_path, how, kind, 0)
-    assert found["rounds"] > 20
+    assert found["rounds"] > (10 if kind == "remove" else 20)
     assert found["done"] and found["not done"]
 
 

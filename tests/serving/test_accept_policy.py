@@ -152,6 +152,17 @@ class TestMoves:
         world.run(10 * SHRINK_S)
         assert world.clients == [64, 0, 0, 0]
 
+    def test_a_shard_that_is_added_to_busy_ones_gets_clients(self) -> None:
+        """Seven with 18 clients each are below 1.25 times the mean of eight."""
+        policy = AcceptPolicy(8)
+        policy.number = 8
+        busy = {number: AcceptorUse(0.99, 18) for number in range(7)}
+        decision = policy.decide(100.0, {**busy, 7: AcceptorUse(0.0, 0)})
+        assert decision.targets == (7,)
+        assert sum(decision.moves.values()) == 14
+        even = {number: AcceptorUse(0.99, 16) for number in range(8)}
+        assert not policy.decide(200.0, even).moves
+
     def test_moving_clients_are_not_asked_twice(self) -> None:
         policy = AcceptPolicy(2)
         clock = Clock(policy)

@@ -8,7 +8,7 @@ from concurrent import futures
 import numpy as np
 import pytest
 
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, Unsupported
 from penstock.serving.answer_future import AnswerFuture
 from penstock.types import Request, Response
 
@@ -182,3 +182,15 @@ def test_what_is_answered_is_freed_without_the_garbage_collector(is_error: bool)
         answer(future)
     del future, request
     assert gone() is None
+
+
+def test_the_thread_that_answers_must_not_wait() -> None:
+    future = AnswerFuture(Cancels(), threading.get_ident())
+    future.request = Request(future, (), 0.0)
+    for wait in (future.result, future.exception):
+        with pytest.raises(Unsupported, match="blocks the thread that answers"):
+            wait()
+        with pytest.raises(futures.TimeoutError):
+            wait(timeout=0)
+    answer(future, 4)
+    assert number_of(future) == 4 and future.exception() is None

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,13 @@ import pytest
 from doubles import FakeGpus, Puppets, RecordingSink, settle
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
-from penstock.errors import NotFound, NotReady, QuotaExceeded
+from penstock.errors import ConfigError, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.quotas import Quota
 from penstock.types import Request, TensorSpec, from_array
+from penstock.wire.frames import SplitRule
 
 CONFIG = ModelConfig(
     name="echo",
@@ -491,3 +493,320 @@ def test_a_closed_catalog_says_that_the_server_shuts_down():
             catalog.find("echo")
 
     asyncio.run(scenario())
+
+
+# A switch: load, commit, take over
+
+
+V2 = replace(CONFIG, version="2")
+
+
+class Ledger:
+    """Counts commits; each waits until it may end, and then fails if it shall."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_begun = self.num_ended = 0
+        self.may_end = asyncio.Event()
+        self._error = error
+
+    async def commit(self) -> None:
+        self.num_begun += 1
+        await self.may_end.wait()
+        self.num_ended += 1
+        if self._error is not None:
+            raise self._error
+
+    @staticmethod
+    async def commit_at_once() -> None:
+        pass
+
+
+def test_a_switch_commits_when_the_new_version_is_ready_and_before_it_serves():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        ledger = Ledger()
+        switching = asyncio.ensure_future(
+            stage.act(stage.catalog.switch(RepositoryScan([V2]), ledger.commit))
+        )
+        await until(lambda: ledger.num_begun)
+        assert stage.catalog.versions("echo") == ["1"]
+        assert stage.catalog.find("echo").is_ready
+        ledger.may_end.set()
+        await switching
+        assert stage.catalog.versions("echo") == ["2"]
+        assert ledger.num_ended == 1
+        await until(lambda: len(stage.puppets.alive) == 1)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("cause", ["files", "worker", "commit"])
+def test_a_switch_that_fails_changes_nothing(cause):
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        ledger = Ledger(NotReady("the disk is gone") if cause == "commit" else None)
+        ledger.may_end.set()
+        found = RepositoryScan([V2])
+        if cause == "files":
+            found = RepositoryScan([], {"echo": ["2/model.onnx: no such file"]})
+        elif cause == "worker":
+            found = RepositoryScan([replace(BROKEN, version="2")])
+        expected = NotReady if cause == "commit" else ConfigError
+        with pytest.raises(expected):
+            await stage.act(stage.catalog.switch(found, ledger.commit))
+        assert ledger.num_begun == (cause == "commit")
+        assert stage.catalog.versions("echo") == ["1"]
+        assert stage.catalog.is_ready and stage.catalog.failure("echo") is None
+        await until(lambda: len(stage.puppets.alive) == 1)
+        await stage.act(stage.catalog.switch(RepositoryScan([V2]), Ledger.commit_at_once))
+        assert stage.catalog.versions("echo") == ["2"]
+
+    run(scenario)
+
+
+def test_a_switch_that_is_cancelled_before_its_commit_changes_nothing():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        ledger = Ledger()
+        switching = asyncio.ensure_future(stage.catalog.switch(RepositoryScan([V2]), ledger.commit))
+        await until(lambda: len(stage.puppets.alive) == 2)
+        switching.cancel()
+        await asyncio.wait([switching])
+        assert switching.cancelled() and ledger.num_begun == 0
+        assert stage.catalog.versions("echo") == ["1"]
+        await until(lambda: len(stage.puppets.alive) == 1)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [None, NotReady("the disk is gone")])
+def test_a_switch_that_is_cancelled_during_its_commit_ends_it(error, caplog):
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        ledger = Ledger(error)
+        switching = asyncio.ensure_future(stage.catalog.switch(RepositoryScan([V2]), ledger.commit))
+        while not ledger.num_begun:
+            await stage.puppets.step_all()
+            await asyncio.sleep(0)
+        for _ in range(2):
+            switching.cancel()
+            await asyncio.sleep(0)
+        assert not switching.done()
+        ledger.may_end.set()
+        while not switching.done():
+            await stage.puppets.step_all()
+            await asyncio.sleep(0)
+        assert switching.cancelled() and ledger.num_ended == 1
+        assert stage.catalog.versions("echo") == (["2"] if error is None else ["1"])
+        assert ("the disk is gone" in caplog.text) == (error is not None)
+
+    run(scenario)
+
+
+# Rollouts
+
+
+def split_rule(share: float, mode: str = "canary", rollout: int = 1) -> SplitRule:
+    return SplitRule(rollout, mode, "2", share=share, header="v")
+
+
+async def send(stage: Stage, value: int, headers: dict[bytes, bytes] | None = None) -> Request:
+    """As a protocol does."""
+    request = ask(value)
+    model, split = stage.catalog.choose("echo", "", headers or {})
+    if split is not None:
+        split.watch(request, model)
+    model.submit(request)
+    return request
+
+
+def test_a_candidate_is_loaded_beside_the_served_version():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        await stage.act(stage.catalog.add_candidate(V2))
+        catalog = stage.catalog
+        assert catalog.find("echo").config.version == "1"
+        assert catalog.versions("echo") == ["1"]
+        assert [each.config.version for each in catalog] == ["1", "2"]
+        with pytest.raises(NotFound, match="version 2 is a shadow"):
+            catalog.find("echo", "2")
+        assert await catalog.split("echo", split_rule(0.0, "shadow"))
+        with pytest.raises(NotFound, match="version 2 is a shadow"):
+            catalog.find("echo", "2")
+        assert await catalog.split("echo", split_rule(1.0))
+        assert catalog.find("echo", "2").config.version == "2"
+        assert catalog.find("echo").config.version == "1"
+        assert catalog.choose("echo", "", {})[0].config.version == "2"
+        model, split = catalog.choose("echo", "1", {})
+        assert (model.config.version, split) == ("1", None)
+        await stage.act(catalog.drop_candidate("echo"))
+
+    run(scenario)
+
+
+def test_a_candidate_that_cannot_be_loaded_changes_nothing():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        with pytest.raises(ConfigError, match="'soon' is not a number"):
+            await stage.act(stage.catalog.add_candidate(replace(BROKEN, version="2")))
+        assert [each.config.version for each in stage.catalog] == ["1"]
+        assert stage.catalog.is_ready
+        with pytest.raises(NotFound):
+            await stage.act(stage.catalog.add_candidate(replace(CONFIG, name="other")))
+
+    run(scenario)
+
+
+def test_a_candidate_without_workers_does_not_make_the_server_unready():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        await stage.act(stage.catalog.add_candidate(V2))
+        await stage.catalog.split("echo", split_rule(1.0))
+        stage.puppets.alive[1].kill()
+        await settle()
+        candidate = stage.catalog.find("echo", "2")
+        assert not candidate.is_ready and stage.catalog.is_ready
+        model, split = stage.catalog.choose("echo", "", {})
+        assert model.config.version == "1"
+        assert split.counts.num_fallbacks == 1
+        await stage.puppets.step_all()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("promotes", [True, False])
+def test_the_end_of_a_rollout_loses_nothing(promotes: bool):
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG)
+        await stage.act(catalog.add_candidate(V2))
+        await catalog.split("echo", split_rule(0.5))
+        requests = [
+            await send(stage, number, {b"v": (b"stable", b"candidate")[number % 2]})
+            for number in range(10)
+        ]
+        promote = partial(catalog.promote_candidate, commit=Ledger.commit_at_once)
+        await stage.act((promote if promotes else catalog.drop_candidate)("echo"))
+        kept = "2" if promotes else "1"
+        assert catalog.find("echo").config.version == kept
+        assert catalog.versions("echo") == [kept]
+        assert not catalog.splits and not catalog.rules
+        later = await send(stage, 11)
+        for _ in range(50):
+            await stage.puppets.step_all()
+        answers = [each.sink.inner.outputs[0]["y"][0, 0] for each in requests]
+        assert answers == list(range(10))
+        assert later.sink.outputs[0]["y"][0, 0] == 11
+        assert len(stage.puppets.alive) == 1, "the other worker has left"
+
+    run(scenario)
+
+
+def test_counts_are_kept_while_the_share_rises():
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG)
+        await stage.act(catalog.add_candidate(V2))
+        for share in (0.05, 0.25):
+            await catalog.split("echo", split_rule(share))
+            request = await send(stage, 1, {b"v": b"candidate"})
+            await stage.puppets.step_all()
+            assert request.is_done
+        assert catalog.splits["echo"].counts.candidate.num_requests == 2
+        await stage.act(catalog.drop_candidate("echo"))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_unloaded", [True, False])
+def test_a_load_or_unload_ends_a_rollout(is_unloaded: bool):
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG)
+        await stage.act(catalog.add_candidate(V2))
+        await catalog.split("echo", split_rule(0.5))
+        if is_unloaded:
+            await stage.act(catalog.unload("echo"))
+        else:
+            await stage.load(CONFIG)
+        assert not await catalog.split("echo", split_rule(0.7))
+        with pytest.raises(NotFound):
+            await stage.act(catalog.promote_candidate("echo", Ledger.commit_at_once))
+        for _ in range(50):
+            await stage.puppets.step_all()
+        assert len(stage.puppets.alive) == 1 - is_unloaded
+
+    run(scenario)
+
+
+def test_a_version_that_is_served_already_can_be_the_candidate_and_stays():
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG, replace(CONFIG, version="3"))
+        await stage.act(catalog.add_candidate(CONFIG))
+        await catalog.split("echo", SplitRule(1, "canary", "1", share=1.0))
+        assert len(stage.puppets.alive) == 2
+        assert [each.config.version for each in catalog] == ["1", "3"]
+        assert catalog.choose("echo", "", {})[0].config.version == "1"
+        await stage.act(catalog.drop_candidate("echo"))
+        assert catalog.versions("echo") == ["1", "3"]
+        await stage.puppets.step_all()
+        assert len(stage.puppets.alive) == 2
+
+    run(scenario)
+
+
+def test_mirrors_are_not_counted_as_requests():
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG)
+        await stage.act(catalog.add_candidate(V2))
+        rule = split_rule(0.0, "shadow")
+        rule.mirrored_per_s = 1e6
+        await catalog.split("echo", rule)
+        for number in range(5):
+            await send(stage, number)
+            await stage.puppets.step_all()
+        counts = catalog.splits["echo"].counts
+        assert (counts.num_mirrored, counts.num_compared, counts.num_disagreeing) == (5, 5, 0)
+        stable, candidate = (each.metrics for each in catalog)
+        assert (stable.num_success, candidate.num_success) == (5, 0)
+        assert candidate.phases["request"].count == 0
+        assert candidate.num_inferences == candidate.num_executions == 5
+        stage.puppets.alive[1].kill()
+        await settle()
+        await stage.act(catalog.drop_candidate("echo"))
+        assert sum(candidate.num_failures.values()) == 0
+
+    run(scenario)
+
+
+def test_a_promotion_that_cannot_be_committed_leaves_the_split_as_it_is():
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG)
+        await stage.act(catalog.add_candidate(V2))
+        await catalog.split("echo", split_rule(0.5))
+        ledger = Ledger(NotReady("the disk is gone"))
+        ledger.may_end.set()
+        with pytest.raises(NotReady):
+            await stage.act(catalog.promote_candidate("echo", ledger.commit))
+        assert catalog.find("echo").config.version == "1"
+        assert catalog.choose("echo", "2", {})[0].is_ready
+        assert catalog.rules["echo"].share == 0.5
+
+    run(scenario)
+
+
+def test_a_served_version_that_is_promoted_stays_loaded_and_others_leave():
+    async def scenario(stage):
+        catalog = stage.catalog
+        await stage.load(CONFIG, replace(CONFIG, version="3"))
+        await stage.act(catalog.add_candidate(CONFIG))
+        await catalog.split("echo", SplitRule(1, "canary", "1", share=0.5))
+        await stage.act(catalog.promote_candidate("echo", Ledger.commit_at_once))
+        assert catalog.versions("echo") == ["1"]
+        await until(lambda: len(stage.puppets.alive) == 1 or any(map(step, stage.puppets.alive)))
+        assert catalog.find("echo").is_ready
+
+    run(scenario)

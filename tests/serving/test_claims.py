@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, ladder
 from penstock.serving.claims import (
+    AHEAD_S,
+    FIRST_LEAD_S,
+    LONGER_S,
+    MAX_LEAD,
     MAX_SKIPPED,
     MAX_WAIT_S,
     SILENCE_S,
@@ -65,7 +69,7 @@ class TestRounds:
         assert claims.is_idle
         claims.offered(Offer(0, 2, "a"))
         assert parts(only(claims.decide(0.0))) == [(0, 2)]
-        assert not claims.is_idle and claims.wake_at is None
+        assert not claims.is_idle
 
     def test_everything_that_lies_in_the_sockets_runs_together(self) -> None:
         claims = make_claims()
@@ -119,6 +123,18 @@ class TestRounds:
         assert shares(claims.decide(0.004)) == {0: 6}
         claims.offered(Offer(0, 1, "a", round=2))
         assert parts(only(claims.decide(0.005))) == [(1, 2), (0, 1)]
+
+    def test_long_batches_wait_for_shards_that_get_their_core_late(self) -> None:
+        claims = make_claims(num_shards=2)
+        claims.seed({rows: 0.1 for rows in ladder(FIXED.max_batch_size)})
+        for shard in range(2):
+            claims.wanted(shard, want(20))
+        assert shares(claims.decide(0.0)) == {0: 4, 1: 4}
+        claims.offered(Offer(0, 4, "a", round=1))
+        assert claims.decide(0.0001) == []
+        assert claims.decide(0.0015) == []
+        claims.offered(Offer(1, 4, "a", round=1))
+        assert parts(only(claims.decide(0.0018))) == [(0, 4), (1, 4)]
 
     def test_a_full_batch_does_not_wait_for_others(self) -> None:
         claims = make_claims()
@@ -183,6 +199,104 @@ class TestRounds:
         assert isinstance(first, StartBatch) and isinstance(second, ClaimRows)
         claims.offered(Offer(0, 1, "a", round=2))
         assert parts(only(claims.decide(0.0))) == [(0, 1)]
+
+
+class TestAhead:
+    """The next batch is claimed shortly before the current one ends."""
+
+    def test_the_batch_that_was_claimed_ahead_starts_when_the_slot_is_free(self) -> None:
+        claims, batch = busy()
+        claims.wanted(1, want(3))
+        early = batch.ends_at - FIRST_LEAD_S
+        assert claims.decide(0.0) == [] and claims.wake_at == pytest.approx(early)
+        assert shares(claims.decide(early)) == {1: 8}
+        # Once: the answer is on its way.
+        assert claims.decide(early) == [] and not claims.is_idle
+        claims.offered(Offer(1, 3, "a", round=1))
+        assert claims.decide(batch.ends_at - 1e-6) == []
+        claims.ended(batch, batch.ends_at)
+        following = only(claims.decide(batch.ends_at))
+        assert parts(following) == [(1, 3)] and following.began == batch.ends_at
+
+    def test_the_page_is_enough_when_wants_have_not_been_received(self) -> None:
+        page = {0: Queued((0,)), 1: Queued((5,), due=1.0)}
+        claims, batch = busy(read=lambda shard, now: page.get(shard))
+        assert shares(claims.decide(batch.ends_at)) == {1: 8}
+
+    def test_nothing_to_claim_is_no_reason_to_wake_up(self) -> None:
+        claims, batch = busy()
+        assert claims.decide(batch.ends_at) == [] and claims.wake_at is None
+
+    def test_a_late_answer_is_waited_for_and_makes_the_next_claim_earlier(self) -> None:
+        claims, batch = busy()
+        claims.wanted(1, want(3))
+        claims.decide(batch.ends_at)
+        ended = batch.ends_at
+        claims.ended(batch, ended)
+        assert claims.decide(ended) == [] and claims.wake_at == ended + SILENCE_S
+        claims.offered(Offer(1, 3, "a", round=1))
+        batch = only(claims.decide(ended + 1e-4))
+        claims.decide(ended + 1e-4)
+        lead_s = batch.ends_at - claims.wake_at
+        assert lead_s == pytest.approx(FIRST_LEAD_S + LONGER_S)
+
+    def test_claims_in_time_come_later_and_later(self) -> None:
+        claims, batch = busy()
+        for number in range(1, 100):
+            claims.wanted(1, want(3))
+            assert shares(claims.decide(batch.ends_at)) == {1: 8}
+            claims.offered(Offer(1, 3, "a", round=number))
+            claims.ended(batch, batch.ends_at)
+            batch = only(claims.decide(batch.ends_at))
+            assert claims.decide(batch.began) == []
+        assert claims.wake_at == batch.ends_at
+
+    def test_the_lead_is_a_small_part_of_the_batch(self) -> None:
+        claims, batch = busy()
+        for number in range(1, 100):
+            claims.wanted(1, want(3))
+            claims.decide(batch.ends_at)
+            claims.ended(batch, batch.ends_at)
+            claims.decide(batch.ends_at)
+            claims.offered(Offer(1, 8, "a", round=number))
+            batch = only(claims.decide(batch.ends_at))
+            assert claims.decide(batch.began) == []
+        lead_s = MAX_LEAD * (batch.ends_at - batch.began)
+        assert claims.wake_at == pytest.approx(batch.ends_at - lead_s)
+
+    def test_short_batches_and_those_that_run_alone_are_not_followed_ahead(self) -> None:
+        claims, batch = busy(num_rows=1, is_alone=True)
+        claims.wanted(1, want(3))
+        assert claims.decide(batch.ends_at) == []
+        claims = make_claims()
+        claims.seed({1: AHEAD_S / 2, 8: AHEAD_S / 2})
+        claims.offered(Offer(0, 1, "a"))
+        batch = only(claims.decide(0.0))
+        claims.wanted(1, want(3))
+        assert claims.decide(batch.ends_at) == []
+
+    def test_with_two_slots_one_is_busy_while_the_other_is_claimed_for(self) -> None:
+        claims = make_claims(num_slots=2)
+        for _ in range(2):
+            claims.offered(Offer(0, 8, "a"))
+            only(claims.decide(0.0))
+        claims.wanted(1, want(3))
+        assert claims.decide(1.0) == [] and claims.wake_at is None
+
+    def test_a_shard_that_dies_with_a_claim_stops_nothing(self) -> None:
+        claims, batch = busy()
+        claims.wanted(1, want(3))
+        claims.decide(batch.ends_at)
+        claims.detach(1)
+        claims.ended(batch, batch.ends_at)
+        assert claims.decide(batch.ends_at) == [] and claims.is_idle
+
+
+def busy(num_rows: int = 8, is_alone: bool = False, **options: object) -> tuple[Claims, StartBatch]:
+    """Return a worker that runs a batch, as predicted, from time 0."""
+    claims = make_claims(**options)  # type: ignore[arg-type]
+    claims.offered(Offer(0, num_rows, "a", is_alone=is_alone))
+    return claims, only(claims.decide(0.0))
 
 
 class TestMerging:

@@ -23,6 +23,7 @@ from penstock.errors import (
     InvalidRequest,
     NotReady,
     PenstockError,
+    Unsupported,
 )
 from penstock.serving.local import LocalModel
 from penstock.system import devices
@@ -673,3 +674,40 @@ def test_answers_may_wait_for_their_turn(tmp_path: Path) -> None:
             futures.append(future)
         answers = [future.result(timeout=60)["y"][0, 0] for future in futures]
         assert answers == list(range(40)) and sorted(done) == list(range(40))
+
+
+@pytest.mark.parametrize("call", ["infer", "result", "exception", "statistics", "drift", "close"])
+def test_blocking_calls_in_a_callback_are_refused(tmp_path: Path, call: str) -> None:
+    raised: list[BaseException] = []
+    called = threading.Event()
+
+    def block(model: LocalModel, slow: Future[dict[str, np.ndarray]]) -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "infer": lambda: model.infer(np.ones((1, 2), np.float32)),
+            "result": lambda: slow.result(timeout=60),
+            "exception": slow.exception,
+            "statistics": model.statistics,
+            "drift": model.drift,
+            "close": model.close,
+        }
+        try:
+            calls[call]()
+        except Unsupported as error:
+            raised.append(error)
+        called.set()
+
+    with LocalModel(model_folder(tmp_path, NULL + parameter("null.a_ms", "100"))) as model:
+        first = model.submit(np.ones((1, 2), np.float32))
+        later = model.submit(np.full((1, 2), 5, np.float32))
+        first.add_done_callback(lambda _: block(model, later))
+        assert called.wait(60)
+        assert [str(error).split()[0] for error in raised] == [f"{call}()"]
+        # The model still answers, and so does a submit in a callback.
+        assert later.result(timeout=60)["y"].tolist() == [[5, 5]]
+        chained: Future[dict[str, np.ndarray]] = Future()
+        model.submit(np.ones((1, 2), np.float32)).add_done_callback(
+            lambda done: model.submit(done.result()["y"] + 1).add_done_callback(
+                lambda last: chained.set_result(last.result())
+            )
+        )
+        assert chained.result(timeout=60)["y"].tolist() == [[2, 2]]

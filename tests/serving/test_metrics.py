@@ -11,13 +11,19 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
-from penstock.backends import GPU_MEMORY
+from penstock.backends import GPU_FALLBACK, GPU_MEMORY
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    DeadlineExceeded,
     InvalidRequest,
+    NotFound,
     NotReady,
     Overloaded,
     PenstockError,
     Quarantined,
+    QuotaExceeded,
     TooLarge,
     Unsupported,
 )
@@ -30,16 +36,20 @@ from penstock.serving.metrics import (
     WAITS,
     Histogram,
     ModelMetrics,
+    SloCount,
 )
+from penstock.serving.metrics_record import add, record
 from penstock.serving.scrape import (
     BATCH_BUCKETS,
     HostUse,
     Pending,
     ProcessUse,
+    ScrapeLines,
     ShardUse,
     expose,
 )
 from penstock.serving.served import ModelProcess
+from penstock.slo import Objective
 from penstock.system.devices import GpuUse
 from penstock.types import CallbackSink, Request
 
@@ -237,6 +247,134 @@ def test_each_request_adds_its_own_request_and_queue_time_and_the_compute_time_o
     assert {histogram.count for histogram in metrics.phases.values()} == {2}
 
 
+def test_answers_after_the_limit_of_the_slo_are_late() -> None:
+    metrics = ModelMetrics("model", "1", slo_latency_s=0.5)
+    batch = [finished(received=1.0, completed=1.0 + span_s) for span_s in (0.25, 0.5, 0.75)]
+    metrics.fold(batch, num_rows=3, timings=batch[0].timings)
+    assert (metrics.num_success, metrics.num_late) == (3, 1)
+    metrics.passed(batch[2])
+    metrics.answered(total_s=0.75, infer_s=0.5)
+    metrics.answered(total_s=0.25, infer_s=0.25)
+    assert metrics.num_late == 3
+    total = ModelMetrics("model", "1")
+    add(total, record(metrics))
+    assert total.num_late == 3
+
+
+def test_without_an_slo_no_answer_is_late() -> None:
+    metrics = ModelMetrics("model", "1")
+    one = finished(received=0.0, completed=1e6)
+    metrics.fold([one], num_rows=1, timings=one.timings)
+    assert metrics.num_late == 0
+
+
+SLO = Objective("latency", 0.99, 0.5)
+
+
+def test_late_failed_and_refused_requests_burn_the_error_budget() -> None:
+    metrics = ModelMetrics("model", "1", slo_latency_s=0.5, objectives=[SLO])
+    batch = [finished(received=0.0, completed=span_s) for span_s in (0.25, 0.5, 0.75)]
+    metrics.fold(batch, num_rows=3, timings=batch[0].timings)
+    assert metrics.slo_counts == [SloCount(SLO, 3, 1)]
+    for number, error in enumerate(
+        (Overloaded("full"), NotReady("down"), BackendFailed("died"), DeadlineExceeded("late")), 1
+    ):
+        metrics.refused(error)
+        assert metrics.slo_counts == [SloCount(SLO, 3 + number, 1 + number)]
+    metrics.failed("BACKEND", BackendFailed("died"))
+    assert metrics.slo_counts == [SloCount(SLO, 8, 6)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no such input"),
+        TooLarge("too large"),
+        Unsupported("no such thing"),
+        Quarantined("it killed a worker"),
+        QuotaExceeded("too many"),
+        NotFound("no such version"),
+    ],
+)
+def test_errors_of_clients_do_not_count_for_the_slo(error: PenstockError) -> None:
+    metrics = ModelMetrics("model", "1", slo_latency_s=0.5, objectives=[SLO])
+    metrics.refused(error, is_late=True)
+    metrics.failed("OTHER", error, is_late=True)
+    assert metrics.slo_counts == [SloCount(SLO, 0, 0)]
+
+
+def test_a_client_that_leaves_counts_once_the_limit_has_passed() -> None:
+    metrics = ModelMetrics("model", "1", slo_latency_s=0.5, objectives=[SLO])
+    for waited_s in (0.1, 0.5, 0.6):
+        metrics.failed("CANCELED", Cancelled("left"), metrics.is_late(waited_s))
+    assert metrics.slo_counts == [SloCount(SLO, 1, 1)]
+
+
+def test_objectives_are_those_of_the_configuration() -> None:
+    config = ModelConfig("m", "1", "null", "", (), (), 4, BatchPolicy(4), slo="p95 < 20ms")
+    metrics = ModelMetrics.from_config(config)
+    assert metrics.objectives == (Objective("latency", 0.95, 0.02),)
+    assert metrics.is_late(0.021) and not metrics.is_late(0.019)
+    assert ModelMetrics.from_config(replace(config, slo="off")).objectives == ()
+    # The batcher's limit decides what is late, if it has one.
+    batching = replace(config.batching, slo_latency_s=0.01)
+    assert ModelMetrics.from_config(replace(config, batching=batching)).is_late(0.011)
+    stage = ModelMetrics.from_config(config, "m:preprocess")
+    assert (stage.name, stage.objectives, stage.slo_latency_s) == ("m:preprocess", (), None)
+    empty = metrics.blank()
+    assert (empty.labels, empty.objectives) == (metrics.labels, metrics.objectives)
+    assert empty.is_late(0.021)
+
+
+def test_only_executed_batches_keep_instances_busy() -> None:
+    metrics = ModelMetrics("model", "1")
+    one = finished()
+    one.timings.compute_s = (0.25, 0.5, 0.125)
+    metrics.fold([one], num_rows=2, timings=one.timings)
+    metrics.fold([one], num_rows=2, timings=one.timings, num_executed=4)
+    # Another shard counts this execution.
+    metrics.fold([one], num_rows=2, timings=one.timings, num_executed=0)
+    metrics.answered(total_s=3.0, infer_s=2.0)
+    assert metrics.busy_s == 1.75
+    shown = Pending(metrics, 0, 1)
+    assert b'penstock_busy_seconds{model="model",version="1"} 1.750000' in expose([shown])
+    assert b"penstock_busy_seconds{" not in expose([replace(shown, is_staged=True)])
+
+
+def test_a_scrape_shows_objectives_and_what_missed_them() -> None:
+    objectives = [Objective("ttft", 0.99, 0.1), Objective("tpot", 0.95, math.inf)]
+    metrics = ModelMetrics("model", "1", objectives=objectives)
+    metrics.answered(total_s=3.0, infer_s=2.0)
+    metrics.num_slow["ttft"] += 1
+    metrics.refused(Overloaded("full"))
+    types, samples = parse(expose([Pending(metrics, 0, 1), Pending(ModelMetrics("b", "1"), 0, 1)]))
+    assert types["penstock_slo_requests"] == types["penstock_slo_bad_requests"] == "counter"
+    found = {
+        metric: {
+            sample.name.removeprefix("penstock_slo_"): sample.value
+            for sample in samples
+            if sample.labels.get("metric") == metric and sample.labels["model"] == "model"
+        }
+        for metric in ("ttft", "tpot")
+    }
+    assert found["ttft"] == {
+        "requests": 2,
+        "bad_requests": 2,
+        "objective": 0.99,
+        "latency_seconds": 0.1,
+    }
+    assert found["tpot"] == {"requests": 2, "bad_requests": 1, "objective": 0.95}
+    assert not any("slo" in s.name for s in samples if s.labels.get("model") == "b")
+
+
+def test_families_of_other_parts_are_shown() -> None:
+    made = ScrapeLines.of("penstock_made", "Made elsewhere", "gauge", [({"model": "m"}, 3)])
+    empty = ScrapeLines.of("penstock_empty", "Nothing", "gauge", [])
+    types, samples = parse(expose([], others=[made, empty]))
+    assert types["penstock_made"] == "gauge" and "penstock_empty" not in types
+    assert value_of(samples, "penstock_made", model="m") == 3
+
+
 def test_who_got_no_answer_is_in_no_phase_and_his_batch_was_executed() -> None:
     metrics = ModelMetrics("model", "1")
     assert metrics.fold([], num_rows=2, timings=finished().timings) == (0.0, 0.0)
@@ -284,9 +422,9 @@ def test_a_reason_is_either_of_arrival_or_of_the_queue() -> None:
 @pytest.mark.parametrize("reason", REASONS)
 def test_failures_are_counted_by_reason(reason: str) -> None:
     metrics = ModelMetrics("model", "1")
-    metrics.failed(reason)
-    metrics.failed(reason, 2)
-    assert metrics.num_failures == {**dict.fromkeys(REASONS, 0), reason: 3}
+    metrics.failed(reason, BackendFailed("it died"))
+    metrics.failed(reason, BackendFailed("it died"))
+    assert metrics.num_failures == {**dict.fromkeys(REASONS, 0), reason: 2}
 
 
 def test_reasons_are_tritons() -> None:
@@ -523,6 +661,18 @@ def test_memory_of_instances_on_gpus_is_told() -> None:
         (labels | {"instance": "0", "device": "cuda:0"}, 5),
         (labels | {"instance": "1", "device": "cuda:1"}, 6),
     ]
+
+
+def test_instances_that_fell_back_to_the_cpu_are_told() -> None:
+    built: list[dict[str, str]] = [{}, {GPU_FALLBACK: "operator Loop (node 'l') is not supported"}]
+    processes = [ModelProcess(n, "cuda:0", 1, True, each) for n, each in enumerate(built)]
+    types, samples = parse(expose([Pending(ModelMetrics("digits", "3"), 0, 0, processes)]))
+    name = "penstock_gpu_fallback"
+    assert types[name] == "gauge"
+    labels = {"model": "digits", "version": "3", "instance": "1"}
+    assert [(s.labels, s.value) for s in samples if s.name == name] == [(labels, 1)]
+    types, _ = parse(expose([Pending(ModelMetrics("digits", "3"), 0, 0, processes[:1])]))
+    assert name not in types
 
 
 def test_a_server_without_models_still_answers_a_scrape() -> None:

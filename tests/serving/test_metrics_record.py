@@ -4,7 +4,7 @@ import random
 
 import msgspec
 
-from penstock.errors import InvalidRequest, Overloaded
+from penstock.errors import BackendFailed, InvalidRequest, Overloaded
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.metrics_record import MetricsRecord, add, record
 from penstock.types import Request
@@ -26,10 +26,11 @@ def count(metrics: ModelMetrics, chance: random.Random) -> None:
         metrics.batch_tokens.add(100 * len(requests))
     else:
         metrics.refused(chance.choice([Overloaded("full"), InvalidRequest("bad")]))
-        metrics.failed("BACKEND")
+        metrics.failed("BACKEND", BackendFailed("it died"))
         metrics.fail_s += 1.5
     metrics.padded_bytes += 7
     metrics.padding_bytes += 3
+    metrics.num_slow[chance.choice(["ttft", "tpot"])] += 1
 
 
 def test_the_sum_of_shards_equals_one_that_counted_everything():
@@ -49,6 +50,8 @@ def test_the_sum_of_shards_equals_one_that_counted_everything():
         assert all(abs(a - b) < 1e-9 for a, b in zip(found.batches[size], values, strict=True))
     assert found.num_refused == expected.num_refused
     assert found.num_failures == expected.num_failures
+    assert found.num_slow == expected.num_slow and min(found.num_slow.values()) > 0
+    assert found.sums["num_unserved"] > 0 and found.sums["busy_s"] > 0
     for name, phase in expected.phases.items():
         assert found.phases[name].counts == phase.counts
         assert abs(found.phases[name].total - phase.total) < 1e-9

@@ -20,6 +20,7 @@ from penstock.config import (
     Postprocess,
     Preprocess,
     QueuePolicy,
+    ScalingConfig,
 )
 from penstock.dashboard.state import num_ready
 from penstock.errors import (
@@ -431,3 +432,47 @@ def test_law_every_admitted_request_ends_exactly_once_counted_once(batching, see
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
         run(Chaos(seed), replace(OUTER, batching=batching))
+
+
+def test_a_request_waits_for_a_network_that_is_scaled_to_zero_longer_than_the_slo():
+    clock = FakeClock()
+    config = replace(OUTER, batching=replace(OUTER.batching, slo_latency_s=0.2))
+    first, last = two_stages(config)
+    scaling = ScalingConfig(0, 1, scale_to_zero_s=5.0, cold_start_s=10.0)
+    last = Stage("last", replace(last.config, scaling=scaling))
+
+    async def scenario(pipeline, puppets):
+        async def tick(count, works=True):
+            for _ in range(count):
+                clock.advance(0.5)
+                for model in pipeline.models:
+                    model.host.tick()
+                await (puppets.step_all() if works else settle())
+
+        await tick(12)
+        assert len(puppets.alive) == 1 and pipeline.is_ready and pipeline.shown_state == "READY"
+        request = ask([[1, 2]])
+        pipeline.submit(request)
+        (tokenizer,) = puppets.alive
+        for _ in range(20):
+            await settle()
+            tokenizer.step()
+        assert len(puppets.alive) == 2, "the network is started when its stage has a request"
+        await tick(4, works=False)
+        assert not request.is_done
+        await puppets.step_all()
+        assert request.sink.error is None
+        assert request.sink.outputs[0]["z"].tolist() == [[1, 2]]
+
+    run(scenario, config, (first, last), clock=clock)
+
+
+def test_only_the_network_of_a_staged_model_is_scaled():
+    config = replace(
+        OUTER,
+        artifact="/models/m/1/model.onnx",
+        preprocess=Preprocess("tokenizer", MIDDLE),
+        scaling=ScalingConfig(1, 4),
+    )
+    before, network = stages_of(config)
+    assert not before.config.is_scaled and network.config.is_scaled

@@ -41,8 +41,10 @@ def proof_of(tmp_path: Path, write_onnx):
         config = ModelConfig(
             "m", "1", "onnxruntime", str(path), inputs, outputs, 8, BatchPolicy(8, is_dynamic=True)
         )
+        # The model runs on the CPU, whatever device the proof is for.
+        device = changes.pop("device", config.device)
         config = replace(config, **changes)
-        return prove(config, load(config))
+        return prove(replace(config, device=device), load(config))
 
     return proof_of
 
@@ -230,6 +232,16 @@ def test_padding_is_refused_where_nothing_is_batched(proof_of):
     y = (TensorSpec("y", "FP32", (-1,)),)
     proof = proof_of([node("Relu", "x")], FREE, y, padding=PAD_X, batching=BatchPolicy(8))
     assert proof.unpadded == "the model is not batched dynamically"
+
+
+def test_on_a_gpu_single_requests_are_padded_too(proof_of):
+    """Each length would need a CUDA graph of its own."""
+    y = (TensorSpec("y", "FP32", (-1,)),)
+    changes = {"padding": PAD_X, "batching": BatchPolicy(1), "max_batch_size": 1, "device": "gpu:0"}
+    assert proof_of([node("Relu", "x")], FREE, y, **changes).unpadded == ""
+    mean = [node("ReduceMean", "x", axes=[1], keepdims=1)]
+    refused = proof_of(mean, FREE, (TensorSpec("y", "FP32", (1,)),), **changes)
+    assert "changes answers" in refused.unpadded
 
 
 def test_padding_that_cannot_be_run_is_refused(proof_of):

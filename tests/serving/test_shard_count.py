@@ -41,7 +41,9 @@ GPU = model("pytorch", "cuda:0")
         (16, [GPU, model("onnxruntime")], 1),
         # ONNX files on a GPU, and two instances in one worker.
         (8, [model("onnxruntime", "cuda:0", 2)], 4),
-        (8, [model(LLM, "cuda:0")], 4),
+        # Language models alone gain nothing.
+        (8, [model(LLM, "cuda:0")], 1),
+        (8, [model(LLM, "cuda:0"), GPU], 3),
     ],
 )
 def test_choices(num_cores: int, configs: list[ModelConfig], number: int) -> None:
@@ -86,7 +88,7 @@ class TestChosen:
         assert self.choose(GPU) == "8 shards: models use 1 of 16 cores"
 
     def test_default(self) -> None:
-        assert server.choose_shards([GPU], ServeOptions()).number == 1
+        assert server.choose_shards([GPU], ServeOptions()).number == 8
 
     def test_given(self) -> None:
         assert self.choose(GPU, shards=3) == "3 shards: --shards 3"

@@ -18,7 +18,7 @@ from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
 from penstock.errors import BackendFailed, NotFound, NotReady, Overloaded, Quarantined
 from penstock.processes import restarts
 from penstock.repository.layout import RepositoryScan
-from penstock.serving import model_host
+from penstock.serving import model_host, wants
 from penstock.serving.catalog import Catalog
 from penstock.serving.shard import Shard
 from penstock.serving.shards import ShardGone, Shards
@@ -224,19 +224,22 @@ def test_load_time_is_that_until_all_workers_are_warm(num_shards: int):
     asyncio.run(main())
 
 
-def test_answers_leave_in_the_order_of_all_shards():
-    """Two workers: what the second has computed waits for what the first has not."""
+def test_answers_leave_in_the_order_of_all_shards(monkeypatch):
+    """Two workers: what one has computed waits for what the other has not."""
+    monkeypatch.setattr(wants, "QUICK_S", 0.0)
     policy = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
     config = replace(ECHO, max_batch_size=1, batching=policy, num_instances=2)
 
     async def scenario(server):
         await server.load(config)
-        _, fast = server.puppets.alive
         page = server.shards.blocks.page
         for ends in (False, True):
             first = server.send(0, 1)
             await settle()
-            page.show_batch(0, 0, time.monotonic(), time.monotonic() + 60, 1)
+            workers = server.sessions[0].shard.table.find("echo").workers
+            (slow,) = (worker.index for worker in workers if worker.batches)
+            fast = server.puppets.alive[1 - slow]
+            page.show_batch(0, slow, time.monotonic(), time.monotonic() + 60, 1)
             later = [server.send(shard, 2 + shard) for shard in (0, 1)]
             for _ in range(20):
                 while fast.has_work:
@@ -616,3 +619,134 @@ def test_random_bits_on_the_page_change_no_answer(slo_s, seed):
         assert num_answered > 0
 
     run(scenario, 3)
+
+
+# Rollouts
+
+
+def counts_of(server):
+    """What all shards have counted."""
+    *_, candidate = server.catalog
+    return candidate.split_counts(1)
+
+
+async def split_echo(server, share: float, mode: str = "canary", mirrored_per_s: float = 0.0):
+    """Load a candidate beside ECHO and split requests with it."""
+    await server.run(server.catalog.add_candidate(replace(ECHO, version="2")))
+    rule = frames.SplitRule(1, mode, "2", share=share, header="v", mirrored_per_s=mirrored_per_s)
+    assert await server.run(server.catalog.split("echo", rule))
+
+
+def send_split(server, shard: int, number: int, headers: dict | None = None) -> Request:
+    values = np.arange(4, dtype=np.int64)[None] + 1000 * number
+    request = Request(RecordingSink(), [from_array("x", "INT64", values)], time.monotonic())
+    model, split = server.sessions[shard].shard.table.choose("echo", "", headers or {})
+    request.id = model.config.version
+    if split is not None:
+        split.watch(request, model)
+    model.submit(request)
+    return request
+
+
+def outputs_of(*requests: Request) -> list[int]:
+    sinks = [getattr(each.sink, "inner", each.sink) for each in requests]
+    return [int(sink.outputs[0]["y"][0, 0]) // 1000 for sink in sinks]
+
+
+async def finish(server, requests) -> None:
+    for _ in range(2000):
+        await server.puppets.step_all()
+        if all(request.is_done for request in requests):
+            return
+        await asyncio.sleep(0.001)
+
+
+def test_all_shards_split_requests_and_the_core_adds_up_what_they_count():
+    async def scenario(server):
+        await server.load(ECHO)
+        await server.run(server.catalog.add_candidate(replace(ECHO, version="2")))
+        for session in server.sessions:
+            table = session.shard.table
+            assert table.find("echo").config.version == "1"
+            with pytest.raises(NotFound):
+                table.find("echo", "2")
+        rule = frames.SplitRule(1, "canary", "2", share=0.5, header="v")
+        assert await server.catalog.split("echo", rule)
+        named = [(number % 2, (b"stable", b"candidate")[number // 2 % 2]) for number in range(40)]
+        requests = [
+            send_split(server, shard, number, {b"v": version})
+            for number, (shard, version) in enumerate(named)
+        ]
+        await finish(server, requests)
+        assert outputs_of(*requests) == list(range(40))
+        await server.catalog.refresh()
+        counts = counts_of(server)
+        assert (counts.stable.num_requests, counts.candidate.num_requests) == (20, 20)
+        # What a shard that has ended had counted is kept.
+        await server.sessions[1].end()
+        await server.catalog.refresh()
+        assert counts_of(server).candidate.num_requests == 20
+        server.sessions.pop()
+
+    run(scenario)
+
+
+def test_a_new_process_of_a_shard_splits_as_the_others_do():
+    async def scenario(server):
+        await server.load(ECHO)
+        await split_echo(server, 1.0)
+        await server.sessions[1].end()
+        server.sessions[1] = Session(server.shards, 1)
+        await server.run(server.shards.open(1, server.sessions[1]))
+        requests = [send_split(server, 1, number) for number in range(5)]
+        assert [each.id for each in requests] == ["2"] * 5
+        await finish(server, requests)
+        assert outputs_of(*requests) == list(range(5))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("promotes", [True, False])
+def test_the_end_of_a_rollout_is_known_to_all_shards_and_loses_nothing(promotes: bool):
+    async def scenario(server):
+        await server.load(ECHO)
+        await split_echo(server, 0.5)
+        requests = [send_split(server, number % 2, number) for number in range(20)]
+        catalog = server.catalog
+        if promotes:
+            await server.run(catalog.promote_candidate("echo", lambda: asyncio.sleep(0)))
+        else:
+            await server.run(catalog.drop_candidate("echo"))
+        kept = "2" if promotes else "1"
+        for session in server.sessions:
+            assert session.shard.table.versions("echo") == [kept]
+            assert session.shard.table.splits == {}
+        requests += [send_split(server, number % 2, number) for number in range(20, 30)]
+        await finish(server, requests)
+        assert outputs_of(*requests) == list(range(30))
+        assert {each.id for each in requests[20:]} == {kept}
+        for _ in range(100):
+            await server.puppets.step_all()
+            await asyncio.sleep(0.001)
+        assert len(server.puppets.alive) == 1
+
+    run(scenario)
+
+
+def test_shards_mirror_and_compare_on_their_own():
+    async def scenario(server):
+        await server.load(ECHO)
+        await split_echo(server, 0.0, "shadow", 1e6)
+        for number in range(10):
+            request = send_split(server, number % 2, number)
+            await finish(server, [request])
+            await server.puppets.step_all()
+        await server.catalog.refresh()
+        counts = counts_of(server)
+        assert counts.num_mirrored == counts.num_compared == 10
+        assert (counts.num_disagreeing, counts.candidate.num_requests) == (0, 10)
+        metrics = [model.metrics for model in server.catalog]
+        assert [each.num_success for each in metrics] == [10, 0]
+        assert metrics[1].num_inferences == 10
+
+    run(scenario)

@@ -26,6 +26,12 @@ class TestSplit:
     def test_higher_levels_come_first(self) -> None:
         assert split([[5, 10], [0, 10]], [1, 1], 8) == [7, 1]
 
+    def test_lower_levels_take_nothing_from_a_level_that_fills_the_batch(self) -> None:
+        assert split([[1, 5], [2, 1], [1, 7], [0, 7]], [1, 1, 1, 1], 4) == [1, 2, 1, 0]
+        assert split([[2, 2], [1, 9], [0, 3], [0, 3]], [1, 1, 1, 1], 4) == [2, 1, 1, 0]
+        # The oldest head of the lower level waits until there is room for it.
+        assert split([[5, 0], [0, 6]], [1, 6], 8) == [5, 0]
+
     def test_a_grant_below_the_first_request_goes_to_others(self) -> None:
         assert split([[40], [8]], [1, 8], 12) == [12, 0]
 
@@ -43,6 +49,16 @@ class TestSplit:
             assert all(grant <= sum(rows) for grant, rows in zip(grants, queues, strict=True))
         else:
             assert all(grant >= sum(rows) for grant, rows in zip(grants, queues, strict=True))
+
+    @given(queues=QUEUES, cap=st.integers(1, 64))
+    def test_no_row_runs_before_one_of_a_higher_level(
+        self, queues: list[list[int]], cap: int
+    ) -> None:
+        ranked = sorted(queues, key=lambda rows: not rows[0])
+        grants = split(ranked, [1] * len(ranked), cap)
+        # Queues give their higher level first.
+        num_high = sum(min(grant, rows[0]) for grant, rows in zip(grants, ranked, strict=True))
+        assert num_high == min(cap, sum(rows[0] for rows in ranked))
 
     @given(queues=QUEUES, cap=st.integers(8, 64), data=st.data())
     def test_large_requests_never_exceed_the_cap(

@@ -1,11 +1,13 @@
 """Models that share a worker, as shards do: nothing is lost, nothing is answered twice."""
 
 import asyncio
+import math
 import os
 import random
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +21,12 @@ from waiting import until
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.processes.life import ProcessLife
+from penstock.serving import wants
+from penstock.serving.batcher import Batcher
 from penstock.serving.core_link import ShardSetup
 from penstock.serving.explain import explain
 from penstock.serving.model import Model
+from penstock.serving.worker_place import WorkerPlace
 from penstock.types import Request, TensorSpec, from_array
 
 CONFIG = ModelConfig(
@@ -139,6 +144,92 @@ def test_an_idle_worker_gets_a_batch_unasked():
     run(CONFIG, scenario, sees_idle=lambda index: True)
 
 
+def test_quick_batches_are_offered_to_a_busy_worker(monkeypatch):
+    async def scenario(models, puppets):
+        model = models[1]
+        (worker,) = model.workers
+        first = ask(1)
+        model.submit(first)
+        await settle()
+        assert not worker.batches and worker.is_wanting, "how quick it is, is not known yet"
+        await all_done([first], puppets)
+        later = [ask(2), ask(3)]
+        model.submit(later[0])
+        await settle()
+        assert len(worker.batches) == 1, "sent without a claim"
+        model.submit(later[1])
+        await settle()
+        assert len(worker.batches) == 1, "one at a time"
+        assert not worker.is_wanting, "its answer leads to the next one"
+        assert worker.batches[0].is_started, "its start is not told"
+        await all_done(later, puppets)
+        check(later[0], 2), check(later[1], 3)
+
+    make_all_quick(monkeypatch)
+    run(CONFIG, scenario)
+
+
+def make_all_quick(patch: pytest.MonkeyPatch) -> None:
+    """Offer every batch unasked, however long this machine takes for one."""
+    patch.setattr(wants, "QUICK_S", math.inf)
+    patch.setattr(wants, "SLOW_S", math.inf)
+
+
+@pytest.mark.parametrize(
+    ("config", "slow_s"), [(CONFIG, 0.0), (DELAYED, math.inf)], ids=["slow", "delayed"]
+)
+def test_slow_and_delayed_batches_wait_for_a_claim(config, slow_s, monkeypatch):
+    async def scenario(models, puppets):
+        first, later = ask(1), ask(2)
+        models[1].submit(first)
+        await all_done([first], puppets)
+        models[1].submit(later)
+        await settle()
+        assert not models[1].workers[0].batches
+        await all_done([later], puppets)
+
+    monkeypatch.setattr(wants, "QUICK_S", math.inf)
+    monkeypatch.setattr(wants, "SLOW_S", slow_s)
+    run(config, scenario)
+
+
+def test_the_mean_time_of_batches_follows_them():
+    found = wants.Wants(SimpleNamespace(batcher=Batcher(CONFIG.batching)), NEVER)
+    assert not found.is_quick
+    found.observe(wants.QUICK_S / 2)
+    assert found.is_quick
+    for _ in range(30):
+        found.observe(2 * wants.QUICK_S)
+    assert not found.is_quick
+
+
+def test_a_slow_batch_ends_quick_offers_for_a_while():
+    found = wants.Wants(SimpleNamespace(batcher=Batcher(CONFIG.batching)), NEVER)
+    for _ in range(100):
+        found.observe(wants.QUICK_S / 10)
+    found.observe(2 * wants.SLOW_S)
+    assert not found.is_quick
+    for _ in range(100):
+        found.observe(wants.QUICK_S / 10)
+    assert found.is_quick
+
+
+def test_nothing_is_offered_behind_a_batch_that_takes_long():
+    busy_s = {0: wants.SLOW_S / 2, 1: 2 * wants.SLOW_S}
+    queue = SimpleNamespace(batcher=Batcher(CONFIG.batching))
+    found = wants.Wants(queue, NEVER, busy_s.__getitem__)
+    found.observe(wants.QUICK_S / 2)
+    workers = [WorkerPlace(index) for index in range(2)]
+    assert [found.may_offer(worker) for worker in workers] == [True, False]
+
+
+def test_idle_workers_come_first():
+    queue = SimpleNamespace(batcher=Batcher(CONFIG.batching))
+    found = wants.Wants(queue, lambda index: index == 2)
+    workers = [WorkerPlace(index, answered_at=-index) for index in range(4)]
+    assert [worker.index for worker in found.in_order(workers)] == [2, 0, 1, 3]
+
+
 def test_what_waits_in_the_worker_does_not_count_as_time_of_the_batch():
     """Another shard's batch may run when one arrives that was sent to an idle worker."""
 
@@ -218,7 +309,10 @@ def test_each_request_is_answered_exactly_once(config, seed):
             assert model.memory.pool.num_in_use == 0 and model.memory.extents.num_held == 0
 
     share = rng.choice((0.0, 0.3, 1.0))
-    run(config, scenario, lambda index: rng.random() < share, num_lent=rng.randint(1, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        if rng.random() < 0.5:
+            make_all_quick(patch)
+        run(config, scenario, lambda index: rng.random() < share, num_lent=rng.randint(1, 3))
 
 
 def test_a_worker_process_of_two_shards_is_shared_and_its_death_survived():

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,6 +18,9 @@ from penstock.backends import Batch
 from penstock.backends.null import NullRunner
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.serving import worker_load
+from penstock.serving.shard_link import ShardLink
+from penstock.serving.shared_page import PageLayout, SharedPage
+from penstock.serving.worker_slots import WorkerSlots
 from penstock.types import TensorSpec
 from penstock.wire import frames
 
@@ -45,6 +48,8 @@ class Noting(NullRunner):
     """Notes the rows of every batch, and in how many pieces they came."""
 
     seen: list[tuple[int, int]] = []
+    # Called while a batch runs.
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
     def settle(self) -> None:
         """Those of the warm-up do not count."""
@@ -52,6 +57,7 @@ class Noting(NullRunner):
 
     def start(self, batch: Batch):
         Noting.seen.append((batch.num_rows, len(batch.all_pieces)))
+        Noting.meanwhile()
         return super().start(batch)
 
 
@@ -206,6 +212,22 @@ def test_texts_of_several_shards_are_merged_too():
         worker.step()
 
 
+def test_the_spill_of_a_shard_is_pinned_with_its_first_batch(monkeypatch):
+    pinned: list[int] = []
+    monkeypatch.setattr(Noting, "pin", lambda self, memory: pinned.append(memory.nbytes))
+    worker = WorkerAlone(TEXTS, die=lambda: None)
+    try:
+        shards = [worker.attach() for _ in range(2)]
+        worker.step()
+        assert not pinned
+        for _ in range(2):
+            shards[1].spill(words(1))
+            worker.step()
+        assert pinned == [TEXTS.memory.spill_bytes]
+    finally:
+        worker.close()
+
+
 def test_a_full_spill_is_the_problem_of_its_shard():
     with worker_with(2, TEXTS) as (worker, shards):
         large = [np.array([[b"x" * 20_000, b""]], object)]
@@ -272,6 +294,69 @@ def test_a_want_is_answered_with_a_claim():
         worker.step()
         (done,) = dones(shards[0])
         assert done.total_rows == 0 and shards[1].receive() == []
+
+
+def test_the_next_batch_is_claimed_before_the_last_is_answered():
+    """Unless its answers are in the spill, which the shard has to give back first."""
+    full = {"max_batch_size": 8, "batching": BatchPolicy(8, is_dynamic=True)}
+    more = frames.Want((2,), geometry="g")
+    with worker_with(2, replace(CONFIG, **full)) as (worker, shards):
+        fill(shards)
+        shards[0].dispatch([(0, 0, 8)], more=more)
+        worker.step()
+        assert [type(each) for each in shards[0].receive()] == [frames.Claim, frames.Done]
+    with worker_with(2, replace(TEXTS, **full)) as (worker, shards):
+        shards[0].spill(words(8), more=more)
+        worker.step()
+        assert [type(each) for each in shards[0].receive()] == [frames.Done, frames.Claim]
+
+
+def test_the_next_batch_is_claimed_while_one_runs():
+    config = replace(CONFIG, options={"null.a_ms": "20"})
+    with worker_with(2, config) as (worker, shards):
+        received: list[frames.WorkerToShard] = []
+
+        def wait_for_claim() -> None:
+            """Keep the worker's only thread busy."""
+            wait_until(lambda: received.extend(shards[0].receive()) or received)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Noting, "meanwhile", staticmethod(wait_for_claim))
+            shards[0].dispatch([(0, 0, 2)], more=frames.Want((3,), due=0.0))
+            worker.step()
+        (claim,) = received
+        assert isinstance(claim, frames.Claim)
+        shards[0].dispatch([(0, 2, 3)], round=claim.round)
+        wait_until(lambda: worker.step() or len(Noting.seen) == 2)
+        assert [rows for rows, _ in Noting.seen] == [2, 3]
+        assert len(dones(shards[0])) == 2
+
+
+def test_a_slot_is_not_shown_as_idle_while_wants_are_unread(monkeypatch):
+    """A shard that sees an idle slot sends rows of any level, before higher ones of others."""
+    page = SharedPage.in_memory(PageLayout(num_shards=2, max_models=1, max_slots=1))
+    with worker_with(2) as (worker, shards):
+        monkeypatch.setattr(worker.worker, "_slots", WorkerSlots(page, 0, range(1), 1))
+        idle_at_answer: list[bool] = []
+        send = ShardLink.send
+
+        def note(link: ShardLink, frame: frames.WorkerToShard) -> None:
+            if isinstance(frame, frames.Done):
+                idle_at_answer.append(page.is_idle(0, 0))
+            send(link, frame)
+
+        with pytest.MonkeyPatch.context() as patch:
+            want = frames.Want((2,), geometry="g")
+            patch.setattr(ShardLink, "send", note)
+            patch.setattr(Noting, "meanwhile", staticmethod(lambda: shards[1].send(want)))
+            shards[0].dispatch([(0, 0, 1)])
+            worker.step()
+        assert idle_at_answer == [False]
+        (claim,) = shards[1].receive()
+        assert isinstance(claim, frames.Claim)
+        shards[1].send(frames.Decline(claim.round))
+        worker.step()
+        assert page.is_idle(0, 0), "there is nothing more to run"
 
 
 @pytest.mark.parametrize("config", [CONFIG, AHEAD], ids=["at once", "ahead"])

@@ -16,6 +16,7 @@ from penstock.config import (
     MemoryPolicy,
     ModelConfig,
     QueuePolicy,
+    ScalingConfig,
 )
 from penstock.types import TensorSpec
 from penstock.wire import frames
@@ -48,6 +49,7 @@ FULL_CONFIG = ModelConfig(
     ),
     num_instances=3,
     device="cuda:1",
+    scaling=ScalingConfig(0, 8, 5.0, 60.0, 10.0),
     memory=MemoryPolicy(slab_bytes=1 << 20, max_slabs=4, spill_bytes=1 << 22),
     hang_s=12.5,
     options={"null.a_ms": "1", "intra_op": "2"},
@@ -65,12 +67,15 @@ TO_WORKER = [
     frames.Enclosed(1 << 21),
     frames.Attach(3, 2),
     frames.Attach(3, 2, 5, 1),
+    frames.SetExecutors(3),
+    frames.Leave("fewer are needed"),
     frames.Stop(),
 ]
 FROM_WORKER = [
     frames.WorkerReady(frames.VERSION, 0.5, {"provider": "CPU"}, {1: 0.25, 64: 1.5}, True),
     frames.StartFailed(("config: wrong", "input: missing")),
     frames.Leaving("its memory is in pieces"),
+    frames.Sketched((frames.QuantityCounts("x", "value", 20, 1, (0.5, 9.0), (0.25, 8.0)),)),
 ]
 WANT = frames.Want((5, 2), (50, 20), 12.5, 2, 8, "rows x [16]", 1e3, 64)
 SHARD_TO_WORKER = [
@@ -113,6 +118,8 @@ AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
 FROM_SHARD = [
     frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
     frames.FromPart(3, frames.MayTry(True)),
+    frames.FromPart(3, frames.PartLoad(12, 3, 0.5, {1: 0.25, 8: 0.5}, 1.5, 9, 2)),
+    frames.FromPart(3, frames.Wake()),
     frames.FromPart(3, frames.EngineHung(2, 60.0)),
     frames.Lease(b"key", -3),
     frames.TakeTokens(1, b"key", 12),
@@ -130,6 +137,7 @@ FROM_SHARD = [
 TO_SHARD = [
     frames.ToPart(3, frames.SetWorker(1, 7, {1: 0.5, 8: 0.75})),
     frames.ToPart(3, frames.Verdict(7, True, False, True)),
+    frames.ToPart(3, frames.Scaled(0, 1.5)),
     frames.ToPart(3, frames.SetQuarantine({b"body": 1.5}, {b"key": 2.5})),
     frames.ToPart(3, frames.SetEngine(2, frames.EngineReady(2, 1.5, 10, 64, 50, {"a": "b"}), 9, 8)),
     frames.ToPart(3, frames.EngineEnded("was killed", "its engine was killed", 1.5, 0.5)),
@@ -345,8 +353,8 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
         ),
     ],
 )
-def test_version_3_reads_what_version_3_wrote(decode: Any, frame: Any, written: str) -> None:
-    assert frames.VERSION == 3, "a new version needs new bytes here"
+def test_version_4_reads_what_version_4_wrote(decode: Any, frame: Any, written: str) -> None:
+    assert frames.VERSION == 4, "a new version needs new bytes here"
     assert decode(bytes.fromhex(written)) == frame
 
 

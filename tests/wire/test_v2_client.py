@@ -4,13 +4,21 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.errors import BackendFailed, PenstockError
-from penstock.types import Request, Response, from_array
+from penstock.types import Request, Response, from_array, to_array
 from penstock.wire.v2 import Codec
-from penstock.wire.v2_client import Values, decode_answer, encode_infer
+from penstock.wire.v2_client import (
+    Values,
+    decode_answer,
+    decode_outputs,
+    encode_infer,
+    encode_region,
+    region_path,
+)
 from penstock.wire.v2_templates import encode_answer
 
 ARRAYS = {
@@ -43,6 +51,38 @@ def test_the_client_reads_what_the_server_writes() -> None:
     assert found.keys() == ARRAYS.keys()
     for name, (_, array) in ARRAYS.items():
         assert found[name].tolist() == array.tolist()
+
+
+def test_outputs_are_read_in_binary_and_in_json() -> None:
+    outputs = [from_array(name, kind, array) for name, (kind, array) in ARRAYS.items()]
+    body = {
+        "outputs": [
+            {"name": "x", "datatype": "FP32", "shape": [1, 2, 3], "data": [0, 1, 2, 3, 4, 5]},
+            {"name": "ids", "datatype": "INT64", "shape": [1, 2], "data": [7, 8]},
+            {"name": "text", "datatype": "BYTES", "shape": [1, 2], "data": ["a", "b"]},
+        ]
+    }
+    found = decode_outputs(0, msgspec.json.encode(body))
+    assert [bytes(each.data) for each in found[:2]] == [bytes(each.data) for each in outputs[:2]]
+    assert to_array(found[2]).tolist() == [[b"a", b"b"]]
+    head, whole = encode_infer([Values.of("x", "FP32", ARRAYS["x"][1])])
+    request = Codec().decode_infer(whole, head, Sink(), time.monotonic())
+    answer, buffers = encode_answer(request, Response("m", "1", outputs))
+    binary = decode_outputs(len(answer), answer + b"".join(bytes(each) for each in buffers))
+    assert [bytes(each.data) for each in binary] == [bytes(each.data) for each in outputs]
+    for wrong in (
+        b"{}",
+        b'{"outputs": [{"name": "x", "datatype": "FP32", "shape": [9], "data": [1]}]}',
+    ):
+        with pytest.raises(BackendFailed, match="cannot be read"):
+            decode_outputs(0, wrong)
+
+
+def test_shared_memory_is_registered_as_with_triton() -> None:
+    path = "/v2/systemsharedmemory/region/a%2Fb/register"
+    assert region_path("a/b", "register") == path
+    body = {"key": "/k", "offset": 0, "byte_size": 64}
+    assert msgspec.json.decode(encode_region("/k", 64)) == body
 
 
 def test_an_answer_that_is_none() -> None:

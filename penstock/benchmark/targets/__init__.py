@@ -25,6 +25,8 @@ class TargetSpec(msgspec.Struct, frozen=True):
     version: str = ""
     # v2 over HTTP: send binary tensors rather than JSON numbers.
     is_binary: bool = True
+    # v2 over HTTP: inputs are in memory that each generator process shares with the server.
+    shared_memory: bool = False
     # OpenAI: chat or completions.
     api: str = "chat"
     # A plain URL: method, headers and a body; {name} in the body is a field of the input.
@@ -39,12 +41,15 @@ class TargetSpec(msgspec.Struct, frozen=True):
     timing_every: int = 64
     # OpenAI: extra fields of the request, as JSON.
     extra: str = ""
+    # Whether answers are read, to compare them with recorded ones.
+    reads_answers: bool = False
 
 
 class Description(msgspec.Struct):
     """The measured target, as it describes itself."""
 
-    protocol: str  # "v2 HTTP, binary", "v2 gRPC", "in process", "OpenAI chat", "HTTP"
+    # "v2 HTTP, binary", "v2 HTTP, inputs in shared memory", "v2 gRPC", "in process", "HTTP", …
+    protocol: str
     address: str
     model: str = ""
     version: str = ""
@@ -57,6 +62,8 @@ class Description(msgspec.Struct):
     # sha256 of the served configuration, and of the model's files where they are readable.
     config_digest: str = ""
     model_digest: str = ""
+    # Whether requests named inputs in shared memory instead of carrying them.
+    shared_memory: bool = False
 
 
 class Counters(msgspec.Struct, frozen=True):
@@ -108,11 +115,15 @@ class Target(Protocol):
         """After `describe`, prepare for so many concurrent exchanges; ConfigError if it fails."""
 
     def encode(self, sample: Sample) -> Any:
-        """Return an item for `TimedExchange.item`; ConfigError when the input does not fit."""
+        """Return an item for `TimedExchange.item`; ConfigError when the input does not fit. With
+        `TargetSpec.shared_memory`, call it before the first `open`, which registers the memory."""
 
     def send(self, exchange: TimedExchange) -> None:
         """Send without raising or blocking. If all connections are busy, the exchange is queued,
         and `sent` is when it left. After a lost connection the next exchange makes a new one."""
 
+    async def cancel(self) -> None:
+        """Fail exchanges in flight with "cancelled"; `open` makes the target usable again."""
+
     async def close(self) -> None:
-        """Close; exchanges in flight fail with "cancelled"."""
+        """Cancel, and leave nothing of this process on the server."""

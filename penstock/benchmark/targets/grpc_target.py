@@ -27,7 +27,7 @@ from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.repository import pbtxt
-from penstock.types import Buffer
+from penstock.types import Buffer, Tensor
 
 if TYPE_CHECKING:
     from grpc.aio import Channel, UnaryUnaryCall, UnaryUnaryMultiCallable
@@ -99,6 +99,7 @@ class GrpcTarget:
         self._waiting: deque[TimedExchange] = deque()
         # An unreferenced call cancels itself.
         self._calls: set[UnaryUnaryCall] = set()
+        self._reading: set[asyncio.Future[None]] = set()
         self._is_closed = False
         self.num_waited = 0
 
@@ -221,6 +222,9 @@ class GrpcTarget:
             self.num_waited += 1
             self._waiting.append(exchange)
 
+    async def cancel(self) -> None:
+        await self.close()
+
     async def close(self) -> None:
         self._is_closed = True
         now = time.monotonic()
@@ -279,11 +283,16 @@ class GrpcTarget:
             if (code := _at_once(call.code()).name) != "OK":
                 details = _at_once(call.details()) or ""
                 failure = failure_text(code, details, self._spec.timeout_s)
+            elif exchange.expected:
+                reading = asyncio.ensure_future(_read(call, exchange, done))
+                self._reading.add(reading)
+                reading.add_done_callback(self._reading.discard)
             if self._waiting:
                 self._start(place, self._waiting.popleft())
             else:
                 self._places.append(place)
-        exchange.end(done, failure)
+        if failure is not None or not exchange.expected:
+            exchange.end(done, failure)
 
 
 def parse_address(spec: TargetSpec) -> Address:
@@ -342,6 +351,21 @@ def _at_once(answer: Coroutine[object, None, Value]) -> Value:
         value: Value = ended.value
         return value
     raise AssertionError("the call has not ended")
+
+
+async def _read(call: UnaryUnaryCall, exchange: TimedExchange, done: float) -> None:
+    """End an exchange whose call has ended well, with its answer: gRPC has it a moment later."""
+    exchange.answer = _outputs(bytes(await call))
+    exchange.end(done, None)
+
+
+def _outputs(message: bytes) -> list[Tensor]:
+    """Return the outputs of an answer, to compare them with recorded ones."""
+    from tritonclient.grpc import service_pb2
+
+    answer = service_pb2.ModelInferResponse.FromString(message)
+    pairs = zip(answer.outputs, answer.raw_output_contents, strict=False)
+    return [Tensor(o.name, o.datatype, tuple(o.shape), data) for o, data in pairs]
 
 
 def _varint(number: int) -> bytes:

@@ -75,7 +75,8 @@ class HttpClient:
         return len(self._connections)
 
     async def open(self, num_connections: int) -> None:
-        """Open so many connections, up to the maximum; ConfigError if it fails. Undoes `close`."""
+        """Open so many connections, up to the maximum; ConfigError if it fails. Undoes
+        `cancel` and `close`."""
         self._is_closed = False
         missing = min(num_connections, self._max_connections) - len(self._connections)
         try:
@@ -96,7 +97,7 @@ class HttpClient:
         else:
             self._wait(exchange)
 
-    async def close(self) -> None:
+    async def cancel(self) -> None:
         """Close all connections; exchanges in flight fail as cancelled."""
         self._is_closed = True
         if self._timer is not None:
@@ -112,6 +113,9 @@ class HttpClient:
             connection.fail(CANCELLED)
         # The loop closes the sockets in its next iteration.
         await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await self.cancel()
 
     def sweep(self) -> None:
         """Fail timed-out exchanges. Called about once a second while connections are open."""
@@ -253,12 +257,15 @@ class HttpTarget(HttpClient):
     async def counters(self) -> Counters | None:
         return None
 
-    async def _ask(self, path: str) -> HttpAnswer:
-        """Ask the server; ConfigError if it does not answer, or requires a key."""
-        origin = self._url.origin
-        message = http_messages.request_bytes(self._url, "GET", path, self._headers)
+    async def _ask(
+        self, path: str, body: bytes | None = None, timeout_s: float = ASK_TIMEOUT_S
+    ) -> HttpAnswer:
+        """Ask the server, by POST if there is a body; ConfigError if it does not answer, or
+        requires a key."""
+        origin, method = self._url.origin, "GET" if body is None else "POST"
+        message = http_messages.request_bytes(self._url, method, path, self._headers, body or b"")
         try:
-            answer = await ask(self._url, message)
+            answer = await ask(self._url, message, timeout_s)
         except NoAnswer as error:
             raise ConfigError([f"{origin}: the server cannot be reached: {error}"]) from None
         if answer.status in (401, 403):

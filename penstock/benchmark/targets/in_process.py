@@ -95,6 +95,9 @@ class LocalTarget(Generic[Job]):
         self.load_s = time.monotonic() - began
         self._plan_sweep()
 
+    async def cancel(self) -> None:
+        await self.close()
+
     async def close(self) -> None:
         model, self._model = self._model, None
         if self._sweep is not None:
@@ -179,6 +182,11 @@ class InProcess(LocalTarget[Request]):
             self._num_answered += 1
             if self._num_answered % self._spec.timing_every == 0:
                 exchange.phases = request.timings.phases()
+        if exchange.expected and isinstance(answer, Response):
+            exchange.answer = [
+                Tensor(each.name, each.datatype, each.shape, bytes(each.data))
+                for each in answer.outputs
+            ]
         exchange.end(done, failure)
 
 

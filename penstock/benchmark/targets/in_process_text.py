@@ -19,6 +19,7 @@ from penstock.benchmark.targets.openai import FORMS, body_of, parse_extra
 from penstock.config import ModelConfig
 from penstock.data import RequestForm, Sample
 from penstock.data.files import digest
+from penstock.data.recordings import text_tensor
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.generation import Generation
 from penstock.llm.language_model import LanguageModel
@@ -87,7 +88,7 @@ class InProcessText(LocalTarget["ChunkRecorder"]):
     def send(self, exchange: TimedExchange) -> None:
         exchange.sent = time.monotonic()
         exchange.stream = StreamTimes()
-        recorder = ChunkRecorder(exchange.stream, self._end)
+        recorder = ChunkRecorder(exchange.stream, self._end, exchange)
         self._open[recorder] = exchange
         if self._model is None:
             asyncio.get_running_loop().call_soon(self._end, recorder, "cancelled")
@@ -118,13 +119,18 @@ class ChunkRecorder:
 
     stream: StreamTimes
     end: Callable[[ChunkRecorder, str | None], None]
+    exchange: TimedExchange
     generation: Generation | None = None
+    text: str = ""
 
     def token(self, event: TokenEvent) -> None:
         if event.text:
             self.stream.times.append(time.monotonic())
+            self.text += event.text
 
     def finished(self, totals: TokenUsage) -> None:
+        if self.exchange.expected:
+            self.exchange.answer = [text_tensor(self.text)]
         self.stream.num_input_tokens = totals.num_prompt
         self.stream.num_output_tokens = totals.num_generated
         self.end(self, None if self.stream.times else "empty answer")

@@ -17,6 +17,7 @@ from penstock.benchmark.targets.http_connection import CUT, StatusReader
 from penstock.benchmark.targets.http_messages import Causes, HttpAnswer, Url
 from penstock.benchmark.targets.shared import in_short
 from penstock.data import RequestForm, Sample
+from penstock.data.recordings import text_tensor
 from penstock.errors import ConfigError
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions"}
@@ -143,6 +144,7 @@ class StreamReader(StatusReader):
         self._num_told: int | None = None
         self._is_done = False
         self._failure: str | None = None
+        self._text = ""
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
         self._status = status
@@ -173,6 +175,8 @@ class StreamReader(StatusReader):
             self._take(self._parser.end())
         stream, told = self._stream, self._num_told
         stream.num_output_tokens = len(stream.times) if told is None else told
+        if self._exchange.expected:
+            self._exchange.answer = [text_tensor(self._text)]
         if self._failure is None and not self._is_done:
             return CUT
         return self._failure or (None if stream.times else "empty answer")
@@ -204,6 +208,9 @@ class StreamReader(StatusReader):
         choices = event.choices or ()
         if any(each.text or any(astuple(each.delta or _Delta())) for each in choices):
             self._stream.times.append(now)
+        if self._exchange.expected:
+            deltas = (each.text or (each.delta or _Delta()).content for each in choices)
+            self._text += "".join(filter(None, deltas))
 
 
 class OpenAI(HttpTarget):

@@ -1,12 +1,13 @@
 """Requests to a v2 model over HTTP: paths, and messages ready to write. Pure.
 
-Tensors are little-endian bytes after a JSON header (the binary extension), or JSON numbers.
+Tensors are little-endian bytes after a JSON header (the binary extension), JSON numbers, or in
+shared memory.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from urllib.parse import quote, unquote
 
@@ -16,7 +17,8 @@ import numpy as np
 from penstock.benchmark.targets import TargetSpec, shared
 from penstock.benchmark.targets.http_messages import Url, parse_url
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES, Array, TensorSpec, from_array
+from penstock.types import DATATYPES, Array, Buffer, RegionPlace, TensorSpec, from_array
+from penstock.wire.v2_templates import region_parameters
 
 # /v2/models/NAME[/versions/VERSION][/infer], possibly behind a proxy's prefix.
 MODEL_PATH = re.compile(
@@ -57,11 +59,19 @@ def find_place(spec: TargetSpec) -> V2Address:
 class RequestTemplate:
     """The common part of requests that differ only in values, and in sizes of BYTES tensors."""
 
-    def __init__(self, start: bytes, inputs: Sequence[TensorSpec], is_binary: bool) -> None:
-        """`start`: the constant lines of the head. Shapes of `inputs` include the batch."""
+    def __init__(
+        self,
+        start: bytes,
+        inputs: Sequence[TensorSpec],
+        is_binary: bool,
+        place: Callable[[Buffer], RegionPlace] | None = None,
+    ) -> None:
+        """`start`: the constant lines of the head. Shapes of `inputs` include the batch. `place`
+        puts a tensor into shared memory; None: requests carry their tensors."""
         self._start = start
         self.inputs = inputs
         self.is_binary = is_binary
+        self._place = place
         self._head = lru_cache(MAX_HEADS)(self._binary_head)
 
     def message(self, tensors: Mapping[str, Array]) -> bytes:
@@ -69,17 +79,25 @@ class RequestTemplate:
             return self._json_message(tensors)
         made = [from_array(each.name, each.datatype, tensors[each.name]) for each in self.inputs]
         parts = [tensor.data for tensor in made]
+        if self._place is not None:
+            named = [region_parameters(self._place(part)) for part in parts]
+            return self._head_for(named, 0)
         return b"".join((self._head(tuple(map(len, parts))), *parts))
 
     def _binary_head(self, sizes: tuple[int, ...]) -> bytes:
+        return self._head_for([{"binary_data_size": size} for size in sizes], sum(sizes))
+
+    def _head_for(self, parameters: Sequence[Mapping[str, str | int]], num_bytes: int) -> bytes:
+        """Return head and JSON of a request whose inputs have these parameters, and which ends with
+        so many bytes of tensors."""
         inputs = [
-            _described(spec) | {"parameters": {"binary_data_size": size}}
-            for spec, size in zip(self.inputs, sizes, strict=True)
+            _described(spec) | {"parameters": each}
+            for spec, each in zip(self.inputs, parameters, strict=True)
         ]
         body = {"inputs": inputs, "parameters": {"binary_data_output": True}}
         text = msgspec.json.encode(body)
         lines = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-        length = b"Content-Length: %d\r\n\r\n" % (len(text) + sum(sizes))
+        length = b"Content-Length: %d\r\n\r\n" % (len(text) + num_bytes)
         return self._start + lines % len(text) + length + text
 
     def _json_message(self, tensors: Mapping[str, Array]) -> bytes:

@@ -1,22 +1,28 @@
 """A model behind the v2 protocol (KServe, Triton) over HTTP: Penstock, Triton, MLServer and others.
 
 Asks the server for the model's inputs and configuration, and reads the server's own counters.
-Messages are made by `v2_requests` and sent by `http_client`.
+Messages are made by `v2_requests` and sent by `http_client`; `shared_inputs` owns the memory of
+inputs that requests do not carry.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import msgspec
 
 from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec, combine, shared
 from penstock.benchmark.targets.http_client import HttpTarget, NoAnswer, ask, list_models
-from penstock.benchmark.targets.http_messages import request_bytes
+from penstock.benchmark.targets.http_connection import StatusReader
+from penstock.benchmark.targets.http_messages import Causes, request_bytes
 from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
+from penstock.benchmark.targets.shared_inputs import SharedInputs, support_problem
 from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
 from penstock.data import RequestForm, Sample
-from penstock.errors import ConfigError
+from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, TensorSpec
+from penstock.wire.v2_client import HEAD_LENGTH, decode_outputs
 
 TIMING = b"Penstock-Timing: 1\r\n"
 MAX_FORMS = 1024
@@ -37,20 +43,50 @@ class _Statistics(msgspec.Struct):
     model_stats: list[Json]
 
 
+class OutputsReader(StatusReader):
+    """Reads the outputs of an answer, to compare them with recorded ones."""
+
+    def __init__(self, exchange: TimedExchange, causes: Causes) -> None:
+        super().__init__(exchange, causes)
+        self._body = bytearray()
+        self._head_length = 0
+
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        super().head(status, headers)
+        self._head_length = int(headers.get(HEAD_LENGTH.lower().encode(), 0))
+
+    def chunk(self, data: bytes) -> None:
+        super().chunk(data)
+        self._body += data
+
+    def end(self) -> str | None:
+        failure = super().end()
+        if failure is None and self._exchange.expected:
+            try:
+                self._exchange.answer = decode_outputs(self._head_length, bytes(self._body))
+            except BackendFailed as error:
+                return shared.in_short(str(error))
+        return failure
+
+
 class V2HttpTarget(HttpTarget):
     """Call `describe` first: the server says what inputs the model takes and how to encode them."""
 
     def __init__(self, spec: TargetSpec) -> None:
         self._place = find_place(spec)
-        super().__init__(spec, self._place.url)
+        read = self._read_answer if spec.reads_answers else None
+        super().__init__(spec, self._place.url, read)
         self._request_form: RequestForm | None = None
         self._is_binary = spec.is_binary
+        self._shared = SharedInputs() if spec.shared_memory else None
         self._forms: dict[object, RequestTemplate] = {}
         # Requests until the next one that asks for timings; negative: never.
         self._until_timing = -1
 
     async def describe(self) -> tuple[Description, RequestForm]:
         server = await self._ask_server()
+        if self._shared is not None and (problem := support_problem(self._url, server.extensions)):
+            raise ConfigError([problem])
         metadata = await self._ask_model()
         config, digest = await self._ask_config()
         self._is_binary = self._spec.is_binary and "binary_tensor_data" in server.extensions
@@ -60,8 +96,10 @@ class V2HttpTarget(HttpTarget):
         form = self._request_form = shared.form_of(metadata, config)
         self._check_form(form)
         place, versions = self._place, metadata.versions or []
+        is_shared = self._shared is not None
+        sent_as = "binary" if self._is_binary else "JSON"
         description = Description(
-            f"v2 HTTP, {'binary' if self._is_binary else 'JSON'}",
+            f"v2 HTTP, {'inputs in shared memory' if is_shared else sent_as}",
             self._spec.address,
             place.model,
             # With several versions, only the server knows which one it uses.
@@ -69,6 +107,7 @@ class V2HttpTarget(HttpTarget):
             f"{server.name} {server.version}".strip(),
             metadata.platform,
             config_digest=digest,
+            shared_memory=is_shared,
         )
         if config is not None:
             description.backend = config.backend or config.platform or metadata.platform
@@ -84,6 +123,16 @@ class V2HttpTarget(HttpTarget):
             return None
         # Summed over all versions.
         return combine(counts, sum) if counts else None
+
+    async def open(self, num_connections: int) -> None:
+        if self._shared is not None:
+            await self._shared.register(self._ask_region)
+        await super().open(num_connections)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._shared is not None:
+            await self._shared.unregister(self._ask_region)
 
     def encode(self, sample: Sample) -> bytes:
         tensors = sample.tensors
@@ -105,6 +154,9 @@ class V2HttpTarget(HttpTarget):
             exchange.item = item[:end] + TIMING + item[end:]
         super().send(exchange)
 
+    def _read_answer(self, exchange: TimedExchange) -> StatusReader:
+        return OutputsReader(exchange, self._causes)
+
     def _form(self, sample: Sample) -> RequestTemplate:
         form = self._request_form
         assert form is not None, "samples are encoded after `describe`"
@@ -112,7 +164,19 @@ class V2HttpTarget(HttpTarget):
         specs = [TensorSpec(tensor.name, tensor.datatype, tensor.shape) for tensor in tensors]
         start = [f"POST {self._place.path}/infer HTTP/1.1", f"Host: {self._url.name}"]
         start += [f"{name}: {value}" for name, value in self._headers.items()]
-        return RequestTemplate("\r\n".join((*start, "")).encode("latin-1"), specs, self._is_binary)
+        place = None
+        if self._shared is not None:
+            self._shared.check(specs)
+            place = self._shared.place
+        head = "\r\n".join((*start, "")).encode("latin-1")
+        return RequestTemplate(head, specs, self._is_binary, place)
+
+    async def _ask_region(self, path: str, body: bytes, timeout_s: float) -> None:
+        """Register or unregister shared memory; ConfigError if the server refuses."""
+        answer = await self._ask(self._place.prefix + path, body, timeout_s)
+        if not answer.is_good:
+            text = f"--shared-memory: the server refused it: {answer.error_text}"
+            raise ConfigError([f"{self._url.origin}: {text}"])
 
     async def _ask_server(self) -> _Server:
         path = f"{self._place.prefix}/v2"

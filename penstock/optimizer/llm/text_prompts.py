@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import msgspec
 
 from penstock.data.datasets import existing
-from penstock.data.files import ROW_SUFFIXES, read_rows
+from penstock.data.files import ROW_SUFFIXES, digest, read_rows
 from penstock.data.prompts import samples_from_rows
+from penstock.data.recordings import is_recording, open_recording, text_rows
 from penstock.data.samples import RequestForm
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.llm.text import Text
@@ -54,12 +54,18 @@ def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
     """Read the prompts; raise ConfigError if the file is invalid. Prompts that do not fit the
     context length with their answers are left out, and the description says how many."""
     file = existing(path)
-    if file.is_dir() or file.suffix not in ROW_SUFFIXES:
+    note, files = "", [file]
+    if is_recording(file):
+        recording = open_recording(file)
+        rows, files, note = text_rows(recording), list(recording.files), f"; {recording.text}"
+    elif file.is_dir() or file.suffix not in ROW_SUFFIXES:
         listed = ", ".join(ROW_SUFFIXES)
         raise ConfigError([f"data: {file}: prompts are read from files that end in {listed}"])
+    else:
+        rows = read_rows(file)
     is_chat = bool(text.template)
     form = RequestForm(kind="messages" if is_chat else "prompt")
-    samples = samples_from_rows(form, read_rows(file), file.name)
+    samples = samples_from_rows(form, rows, file.name)
     room = max_length - len(text.encode(_prefix(LONGEST_NUMBER), is_whole=False))
     found: list[Asked] = []
     for sample in samples:
@@ -71,8 +77,8 @@ def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
     if not found:
         problem = f"no prompt leaves room for its answer within {max_length} tokens"
         raise ConfigError([f"data: {file}: {problem}"])
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    return Prompts(found, is_chat, digest, _text(file, found, len(samples), is_chat))
+    described = _text(file, found, len(samples), is_chat) + note
+    return Prompts(found, is_chat, digest(files), described)
 
 
 def _tokens(text: Text, fields: Fields) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 from penstock.benchmark.targets import TargetSpec
 from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES, Request, TensorSpec, to_array
+from penstock.types import DATATYPES, Buffer, RegionPlace, Request, TensorSpec, to_array
 from penstock.wire.v2 import Codec
 
 START = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: a\r\n"
@@ -122,3 +122,24 @@ def test_what_json_cannot_say_is_refused_and_goes_as_binary(datatype, array, pro
     with pytest.raises(ConfigError, match=problem):
         RequestTemplate(START, specs, is_binary=False).message({"x": array})
     decoded(RequestTemplate(START, specs, is_binary=True).message({"x": array}))
+
+
+def test_inputs_in_shared_memory_are_named_and_not_sent():
+    memory = bytearray()
+
+    def place(data: Buffer) -> RegionPlace:
+        memory.extend(data)
+        return RegionPlace("r", len(memory) - len(data), len(data))
+
+    specs = [TensorSpec("a", "FP32", (1, 3)), TensorSpec("b", "INT64", (1, 2))]
+    template = RequestTemplate(START, specs, True, place)
+    arrays = {"a": np.array([[1, 2, 3]]), "b": np.array([[4, 5]])}
+    for round in range(2):
+        request = decoded(template.message(arrays))
+        places = [tensor.place for tensor in request.inputs]
+        start = 28 * round
+        assert places == [RegionPlace("r", start, 12), RegionPlace("r", start + 12, 16)]
+        assert [tensor.shape for tensor in request.inputs] == [(1, 3), (1, 2)]
+        assert not any(tensor.data for tensor in request.inputs)
+    assert memory[:12] == np.array([1, 2, 3], np.float32).tobytes()
+    assert memory[12:28] == np.array([4, 5]).tobytes()

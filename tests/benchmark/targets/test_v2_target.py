@@ -2,15 +2,17 @@
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from e2e.served import Served, null_model
 from suites.target import NetworkTargetContract, Sent, assert_good, run
 
-from penstock.benchmark.targets import Counters, TargetSpec
+from penstock.benchmark.targets import Counters, Target, TargetSpec
 from penstock.benchmark.targets.kinds import open_target
 from penstock.config import HttpLimits
 from penstock.data import RequestForm, Sample
@@ -35,7 +37,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
     many += 'input { name: "extra" data_type: TYPE_FP32 dims: [2, -1] optional: true }'
     null_model(root, "many", config=many + " instance_group { count: 2 }")
     null_model(root, "half", config='input { name: "h" data_type: TYPE_FP16 dims: 1 }')
-    server = Served(root)
+    server = Served(root, "--shared-memory")
     yield server
     assert server.terminate() == 0
 
@@ -81,6 +83,100 @@ class TestBinary(NetworkTargetContract):
 
 class TestJson(TestBinary):
     is_binary = False
+
+
+class TestSharedMemory(TestBinary):
+    def spec_at(self, port: int, max_connections: int = 64) -> TargetSpec:
+        return msgspec.structs.replace(super().spec_at(port, max_connections), shared_memory=True)
+
+    @asynccontextmanager
+    async def opened(self, spec: TargetSpec) -> AsyncIterator[tuple[Target, Any]]:
+        """Inputs are placed before the memory is registered."""
+        target = open_target(spec)
+        try:
+            await target.describe()
+            item = target.encode(self.sample())
+            await target.open(1)
+            yield target, item
+        finally:
+            await target.close()
+
+
+def regions(served: Served) -> set[str]:
+    rows = json.loads(served.get("/v2/systemsharedmemory/status")[1])
+    return {row["name"] for row in rows}
+
+
+def test_memory_is_registered_until_the_target_is_closed(served):
+    async def scenario() -> None:
+        # Targets whose connections were cut in other tests could not unregister theirs.
+        before = regions(served)
+        spec = TargetSpec(f"http://{served.address}/v2/models/null", shared_memory=True)
+        async with described(spec) as (target, description, _):
+            assert description.shared_memory
+            assert description.protocol == "v2 HTTP, inputs in shared memory"
+            good, bad = target.encode(number(1)), target.encode(number(13))
+            assert regions(served) == before
+            await target.open(1)
+            (region,) = regions(served) - before
+            for _ in range(2):
+                assert_good(await Sent(target, good).end())
+                failed = await Sent(target, bad).end()
+                assert "a row starts with 13" in failed.failure, "it was read from the memory"
+                await target.cancel()
+                await target.open(2)
+                assert regions(served) - before == {region}, (
+                    "cancelled exchanges do not unregister it"
+                )
+        assert regions(served) == before
+
+    run(scenario())
+
+
+def test_texts_are_not_sent_through_shared_memory(served):
+    async def scenario() -> None:
+        spec = TargetSpec(f"http://{served.address}/v2/models/many", shared_memory=True)
+        async with described(spec) as (target, _, _):
+            texts = np.array([["a"]], object)
+            with pytest.raises(ConfigError, match="input 'text': BYTES cannot be sent"):
+                target.encode(Sample({"x": np.array([[1]], np.int32), "text": texts}))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("extensions", "problem"),
+    [
+        (["binary_tensor_data"], "start it with: penstock serve MODEL --shared-memory"),
+        (["system_shared_memory"], "needs a Penstock server"),
+    ],
+)
+def test_servers_that_cannot_share_memory_are_refused(extensions, problem):
+    async def scenario() -> None:
+        server = Other(v2=(200, {"name": "s", "extensions": extensions}))
+        async with server.serve() as origin:
+            with pytest.raises(ConfigError, match=problem):
+                async with described(TargetSpec(f"{origin}/v2/models/m", shared_memory=True)):
+                    pass
+
+    run(scenario())
+
+
+def test_a_server_that_refuses_the_memory_is_told():
+    async def scenario() -> None:
+        offers = {"name": "s", "extensions": ["binary_tensor_data", "penstock_shared_memory"]}
+        metadata = {"name": "m", "inputs": [tensor("x", "INT32", [-1, 1])]}
+        answers = {"v2": (200, offers), "m": (200, metadata), "ready": (200, b"")}
+        server = Other(**answers, register=(400, {"error": "no such process"}))
+        async with (
+            server.serve() as origin,
+            described(TargetSpec(f"{origin}/v2/models/m", shared_memory=True)) as (target, _, _),
+        ):
+            target.encode(number(1))
+            with pytest.raises(ConfigError, match="the server refused it: no such process"):
+                await target.open(1)
+
+    run(scenario())
 
 
 def test_a_penstock_server_describes_itself(served):

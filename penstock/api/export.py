@@ -1,0 +1,268 @@
+"""Write a model or repository for other systems: plain Kubernetes, a Helm chart, KServe.
+
+Options become settings here, with every default resolved; `penstock.export` renders them. Nothing
+secret is written: API keys and credentials are references to Secrets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import penstock
+from penstock.api.export_options import (
+    ClusterOptions,
+    DeploymentOptions,
+    HelmOptions,
+    KserveOptions,
+    KubernetesOptions,
+)
+from penstock.benchmark.run_files import write_text
+from penstock.errors import CommandLineError, ConfigError
+from penstock.export import helm, kserve, kubernetes, workload
+from penstock.export.names import name_problem, parse_memory
+from penstock.export.settings import (
+    KEYS_FILE,
+    METRICS_KEY,
+    Autoscaler,
+    ClusterSettings,
+    ModelFiles,
+    ModelsFrom,
+    Ports,
+    ReplicaPolicy,
+    Stopping,
+)
+from penstock.export.sizing import SizeOverrides, Sizing, size
+from penstock.export.workload import Workload
+from penstock.export.yaml_text import NAMESPACE, RELEASE, dump
+from penstock.repository.model_source import resolve
+
+STDOUT = "-"
+MARK = "Written by penstock export"
+LABEL = re.compile(r"(?P<key>[\w./-]+)=(?P<value>[\w.-]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Result of an export. `files` are texts by their path in the folder."""
+
+    folder: str
+    files: Mapping[str, str]
+    # Files of an earlier export that are gone.
+    removed: tuple[str, ...]
+    sizing: Sizing
+    # Optional dependencies that the image needs, and commands to run next.
+    extras: tuple[str, ...]
+    next_commands: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Folder that files go to, and the command that writes them."""
+
+    out: str
+    form: str
+
+
+def export_kubernetes(model: str, options: KubernetesOptions) -> Exported:
+    """Write a Deployment and what belongs to it as plain documents."""
+    found = workload.read(resolve(model))
+    settings = _deployment_settings(found, options, options.name or found.name, options.namespace)
+    every = kubernetes.chosen(kubernetes.documents(settings))
+    files = {each.file: dump(each.body, [_mark("kubernetes"), *each.comments]) for each in every}
+    target = "-" if options.out == STDOUT else options.out
+    commands = [*_secret_command(settings), f"kubectl apply --filename {target}"]
+    return _write(_Target(options.out, "kubernetes"), files, settings.sizing, found, commands)
+
+
+def export_helm(model: str, options: HelmOptions) -> Exported:
+    """Write a Helm chart of the same documents."""
+    found = workload.read(resolve(model))
+    name = options.name or found.name
+    settings = _deployment_settings(found, options, RELEASE, NAMESPACE)
+    documents = kubernetes.documents(settings)
+    chart = helm.chart(settings, documents, name, penstock.__version__)
+    files = {path: _marked(path, text) for path, text in chart.items()}
+    named = _deployment_settings(found, options, name, "default")
+    commands = [*_secret_command(named), f"helm install {name} {options.out}"]
+    return _write(_Target(options.out, "helm"), files, settings.sizing, found, commands)
+
+
+def export_kserve(model: str, options: KserveOptions) -> Exported:
+    """Write a ServingRuntime and an InferenceService."""
+    found = workload.read(resolve(model))
+    problems = [] if options.storage_uri else ["--storage-uri is required, e.g. s3://bucket/models"]
+    name = options.name or found.name
+    settings = _settings(
+        found, options, name, options.namespace, ModelFiles("image", kserve.MODELS), problems
+    )
+    documents = kserve.documents(settings, options.storage_uri)
+    files = {each.file: dump(each.body, [_mark("kserve"), *each.comments]) for each in documents}
+    target = "-" if options.out == STDOUT else options.out
+    commands = [*_secret_command(settings), f"kubectl apply --filename {target}"]
+    return _write(_Target(options.out, "kserve"), files, settings.sizing, found, commands)
+
+
+def _deployment_settings(
+    found: Workload, options: DeploymentOptions, name: str, namespace: str
+) -> ClusterSettings:
+    problems = _files_problems(options)
+    files = ModelFiles(
+        cast(ModelsFrom, options.models_from),
+        options.models_path,
+        options.claim or f"{name}-models",
+        options.download_image,
+        options.download_command,
+        options.download_secret,
+    )
+    return _settings(found, options, name, namespace, files, problems)
+
+
+def _files_problems(options: DeploymentOptions) -> list[str]:
+    """Return which options the form of --models-from lacks, and which it does not have."""
+    form = options.models_from
+    required = {
+        "--download-image": options.download_image,
+        "--download-command": options.download_command,
+    }
+    given = {"init": required | {"--download-secret": options.download_secret}}
+    given["pvc"] = {"--claim": options.claim}
+    problems = [
+        f"{flag} is required with --models-from init"
+        for flag, value in required.items()
+        if form == "init" and not value
+    ]
+    problems += [
+        f"{flag} needs --models-from {other}"
+        for other, flags in given.items()
+        for flag, value in flags.items()
+        if other != form and value
+    ]
+    if not options.models_path.startswith("/"):
+        problems.append(f"--models-path {options.models_path}: expected an absolute path")
+    return problems
+
+
+def _settings(
+    found: Workload,
+    options: ClusterOptions,
+    name: str,
+    namespace: str,
+    files: ModelFiles,
+    problems: list[str],
+) -> ClusterSettings:
+    """Resolve all options; CommandLineError lists every problem."""
+    if not options.image:
+        problems.append("--image is required, e.g. --image registry.example.com/penstock:0.1.0")
+    if options.max_replicas < options.min_replicas:
+        limits = f"{options.min_replicas} and --max-replicas {options.max_replicas}"
+        problems.append(f"--min-replicas {limits} contradict each other")
+    for flag, text in (("--name", options.name), ("--namespace", namespace)):
+        if text and (problem := name_problem(text)):
+            problems.append(f"{flag}: {problem}")
+    if options.insecure and options.keys_secret:
+        problems.append("--insecure and --keys-secret contradict each other; leave one of them out")
+    monitoring, monitor_labels = "", tuple[tuple[str, str], ...]()
+    if isinstance(options, DeploymentOptions):
+        monitoring = options.monitoring_namespace
+        monitor_labels = _labels("--monitor-label", options.monitor_label, problems)
+    selector = _labels("--node-selector", options.node_selector, problems)
+    sizing = _size(found, options, problems)
+    if problems or sizing is None:
+        raise CommandLineError(problems)
+    scaler = cast(Autoscaler, options.autoscaler)
+    return ClusterSettings(
+        name,
+        namespace,
+        options.image,
+        "/".join(filter(None, (files.folder.rstrip("/") or "/", found.path))),
+        "" if options.insecure else options.keys_secret or f"{name}-keys",
+        files,
+        ReplicaPolicy(scaler, options.min_replicas, options.max_replicas, options.prometheus_url),
+        Stopping(options.deregister_s, options.drain_s),
+        sizing,
+        monitoring,
+        kserve.PORTS if isinstance(options, KserveOptions) else Ports(),
+        monitor_labels,
+        selector,
+    )
+
+
+def _size(found: Workload, options: ClusterOptions, problems: list[str]) -> Sizing | None:
+    try:
+        memory = parse_memory(options.memory) if options.memory else None
+        given = SizeOverrides(
+            options.cpu, memory, options.gpus, options.gpu_resource, options.queue_depth
+        )
+        return size(found.models, given)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _labels(flag: str, texts: Sequence[str], problems: list[str]) -> tuple[tuple[str, str], ...]:
+    found = [LABEL.fullmatch(text) for text in texts]
+    pairs = zip(texts, found, strict=True)
+    problems += [f"{flag} {text}: expected KEY=VALUE" for text, each in pairs if each is None]
+    return tuple((each["key"], each["value"]) for each in found if each is not None)
+
+
+def _secret_command(settings: ClusterSettings) -> list[str]:
+    """Return the command that makes the Secret of API keys, whose values only the user knows."""
+    if not settings.keys_secret:
+        return []
+    entries = f"--from-file={KEYS_FILE} --from-literal={METRICS_KEY}=SECRET_OF_A_METRICS_KEY"
+    where = f"--namespace {settings.namespace}"
+    return [f"kubectl create secret generic {settings.keys_secret} {where} {entries}"]
+
+
+def _mark(form: str) -> str:
+    return f"{MARK} {form} {penstock.__version__}; the next export replaces it."
+
+
+def _marked(path: str, text: str) -> str:
+    """Return a chart's file with its mark, which Helm does not render."""
+    mark = _mark("helm")
+    first = f"{{{{- /* {mark} */}}}}" if path.startswith("templates/") else f"# {mark}"
+    return f"{first}\n{text}"
+
+
+def _write(
+    target: _Target,
+    files: Mapping[str, str],
+    sizing: Sizing,
+    found: Workload,
+    commands: Sequence[str],
+) -> Exported:
+    """Write the files, and remove those of an earlier export: a ScaledObject that stays beside a
+    new HPA would be applied with it."""
+    removed: list[str] = []
+    if target.out != STDOUT:
+        folder = Path(target.out)
+        try:
+            for path in files:
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+        for path, text in files.items():
+            write_text(text, folder / path)
+        removed = _remove_others(folder, files, f"{MARK} {target.form} ")
+    return Exported(target.out, files, tuple(removed), sizing, found.extras, tuple(commands))
+
+
+def _remove_others(folder: Path, files: Mapping[str, str], mark: str) -> list[str]:
+    """Remove files with this mark that were not written now, and return their paths."""
+    there = [*folder.glob("*.yaml"), *folder.glob("templates/*.yaml")]
+    removed: list[str] = []
+    for path in sorted(there):
+        name = path.relative_to(folder).as_posix()
+        with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+            if name not in files and mark in file.readline():
+                os.remove(path)
+                removed.append(name)
+    return removed

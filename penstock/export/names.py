@@ -1,0 +1,61 @@
+"""Names and quantities as Kubernetes accepts them. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from penstock.errors import ConfigError
+
+# A Service's name has at most 63 characters (RFC 1035); -models and -keys fit behind this.
+MAX_NAME = 52
+NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
+DIGEST = 6
+MEBIBYTE = 1 << 20
+SUFFIXES = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "Ki": 1 << 10,
+    "Mi": 1 << 20,
+    "Gi": 1 << 30,
+    "Ti": 1 << 40,
+}
+QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMGT]i?|Ki|)")
+
+
+def dns_name(text: str) -> str:
+    """Return a name of a resource for this text: lower-case letters, digits and dashes, a letter
+    first. Long texts are cut and get a digest, so that different ones stay different."""
+    name = NOT_IN_NAMES.sub("-", text.lower()).strip("-")
+    if not name or not name[0].isalpha():
+        name = f"model-{name}".rstrip("-")
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(text.encode()).hexdigest()[:DIGEST]
+    return f"{name[: MAX_NAME - DIGEST - 1].rstrip('-')}-{digest}"
+
+
+def name_problem(name: str) -> str:
+    """Return what is wrong with a name that was given; empty if nothing is."""
+    if NAME.fullmatch(name) and len(name) <= MAX_NAME:
+        return ""
+    rule = f"at most {MAX_NAME} lower-case letters, digits and -, with a letter first"
+    return f"{name!r} is not a name of Kubernetes ({rule}); use {dns_name(name)!r}"
+
+
+def memory_quantity(num_bytes: int) -> str:
+    """Return a whole number of mebibytes or gibibytes, rounded up."""
+    mebibytes = -(-num_bytes // MEBIBYTE)
+    return f"{mebibytes >> 10}Gi" if mebibytes % 1024 == 0 else f"{mebibytes}Mi"
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of a quantity such as 512Mi; ConfigError if it is none."""
+    found = QUANTITY.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise ConfigError(f"{text!r} is not an amount of memory; expected e.g. 512Mi or 2Gi")
+    return round(float(found[1]) * SUFFIXES[found[2]])

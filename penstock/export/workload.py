@@ -1,0 +1,151 @@
+"""The models that are exported: where a pod finds their files, and what their versions need.
+
+Reads configurations and the evidence of committed versions; `sizing` decides with what is found.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock import slo
+from penstock.backends import GPU_MEMORY
+from penstock.config import CPU, LLM, SLO_OFF, ModelConfig
+from penstock.errors import ConfigError
+from penstock.export.names import dns_name
+from penstock.export.sizing import ModelNeeds
+from penstock.repository import layout
+from penstock.repository import manifest as manifests
+from penstock.repository.layout import ModelKind
+from penstock.repository.model_source import ModelSource
+from penstock.serving.shard_count import THREADS, cores_of
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Models that one Deployment serves."""
+
+    # For resources of Kubernetes.
+    name: str
+    # Path of MODEL below the folder that holds the models; empty: the folder itself.
+    path: str
+    models: tuple[ModelNeeds, ...]
+    # Optional dependencies that the image needs.
+    extras: tuple[str, ...]
+
+
+def read(source: ModelSource) -> Workload:
+    """Read the models; ConfigError if one of them cannot be served."""
+    folder = source.path
+    scan = source.read()
+    if scan.problems:
+        raise ConfigError([f"{folder}: {problem}" for problem in layout.flat(scan.problems)])
+    name = source.name or folder.name
+    models = tuple(map(read_needs, scan.configs))
+    extras = {extra for config in scan.configs if (extra := _extra(config))}
+    # It includes torch.
+    extras -= {"torch"} if extras & {"hf", "llm"} else set()
+    return Workload(dns_name(name), _path_of(source), models, tuple(sorted(extras)))
+
+
+def _path_of(source: ModelSource) -> str:
+    """Return the path of a model below the folder that it lies in."""
+    match source.kind:
+        case ModelKind.REPOSITORY:
+            return source.name
+        case ModelKind.VERSION_FOLDER:
+            return f"{source.path.parent.name}/{source.path.name}"
+        case _:
+            return source.path.name
+
+
+def read_needs(config: ModelConfig) -> ModelNeeds:
+    """Read what one version needs from its configuration, files and evidence."""
+    evidence: Mapping[str, object] = {}
+    manifest = manifests.read(Path(config.manifest).parent) if config.manifest else None
+    if manifest is not None:
+        evidence = manifest.evidence
+    measured = _mapping(evidence.get("measured"))
+    hardware = _mapping(evidence.get("hardware"))
+    memory = _positive(measured.get("memory_bytes"))
+    gpu_memory = _positive(evidence.get(GPU_MEMORY))
+    is_llm = config.engine == LLM
+    return ModelNeeds(
+        config.name,
+        config.version,
+        config.engine,
+        num_workers=len(config.workers),
+        num_cores=_cores(config, _positive(hardware.get("num_cores"))),
+        num_rows=0 if is_llm else max(1, config.max_batch_size) * len(config.devices),
+        load_timeout_s=config.load_timeout_s,
+        file_bytes=_file_bytes(Path(config.artifact)) if manifest is None else manifest.num_bytes,
+        memory_bytes=None if memory is None else round(memory),
+        memory_limit_bytes=config.memory_bytes,
+        num_gpus=_num_gpus(config.devices),
+        gpu_memory_bytes=_gpu_bytes(config, gpu_memory),
+        slo_latency_s=config.batching.slo_latency_s,
+        rate_per_s=_rate(config, measured),
+    )
+
+
+def _cores(config: ModelConfig, measured: float | None) -> int | None:
+    """Return the threads of all workers: as configured, or else the cores of the measurement."""
+    option = THREADS.get(config.engine)
+    given = config.options.get(option, "") if option is not None else "1"
+    is_given = (given.isdigit() and int(given) > 0) or CPU not in config.devices
+    if not is_given and measured is None:
+        return None
+    return cores_of([config], round(measured or 1))
+
+
+def _gpu_bytes(config: ModelConfig, measured: float | None) -> int | None:
+    of_one = config.gpu_memory_bytes if measured is None else round(measured)
+    num_instances = sum(device != CPU for device in config.devices)
+    return None if of_one is None or not num_instances else of_one * num_instances
+
+
+def _num_gpus(devices: Sequence[str]) -> int:
+    """Return how many GPUs a pod must see: one for `cuda`, or enough for the highest number."""
+    on_gpus = [device for device in devices if device != CPU]
+    return max((int(device.partition(":")[2] or 0) + 1 for device in on_gpus), default=0)
+
+
+def _rate(config: ModelConfig, measured: Mapping[str, object]) -> float | None:
+    """Return the highest rate that was measured to keep the SLO, or else the rate of the SLO."""
+    if not config.slo or config.slo == SLO_OFF:
+        return None
+    highest = _positive(_mapping(measured.get("max_rate")).get("value"))
+    promised = slo.parse(config.slo).rate
+    return highest or (None if promised is None else promised.per_s)
+
+
+def _file_bytes(artifact: Path) -> int:
+    if artifact.is_dir():
+        names = manifests.names_below(artifact)
+        return sum(_size(artifact / name) for name in names)
+    return _size(artifact)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if os.path.exists(path) else 0
+
+
+def _extra(config: ModelConfig) -> str:
+    if config.engine == "pytorch":
+        return "hf" if config.is_staged or config.has_head else "torch"
+    return {"openvino": "openvino", LLM: "llm"}.get(config.engine, "")
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _positive(value: object) -> float | None:
+    """Return a number above 0; None for everything else: evidence is an open JSON object."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]
+        return None
+    return float(value)  # type: ignore[arg-type]

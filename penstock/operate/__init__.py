@@ -1,0 +1,1 @@
+"""What happens to a version after its commit: promotion, rollouts, drift, scaling."""

@@ -1,0 +1,233 @@
+"""Starts and stops the instances of one model as its load requires: the actor beside `scaling`.
+
+Adds up what the shards report, asks the controller twice a second, and lets the supervisor start or
+stop workers. The memory of a GPU is reserved before a worker is started on it. Belongs to the
+core's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from penstock.config import CPU, ModelConfig
+from penstock.serving.arrival_rates import ArrivalRates, Increments
+from penstock.serving.context import log_about
+from penstock.serving.instance import Instance
+from penstock.serving.scaling import InstanceCounts, Observation, ScalingDecision, ScalingPolicy
+from penstock.serving.supervisor import Supervisor
+from penstock.wire import frames
+
+log = logging.getLogger("penstock.scaling")
+
+# After memory had no room for an instance, the next attempt is made after this time.
+ROOM_AGAIN_S = 10.0
+# The slowest of this many starts is expected of the next one.
+NUM_STARTS = 3
+MANY = 1 << 16
+SCALED_DOWN = "the load needs fewer instances"
+
+# Reserves GPU memory for a worker of a configuration; returns what gives the reservation back, or
+# None if there is no room.
+FindRoom = Callable[[ModelConfig], Awaitable[Callable[[], None] | None]]
+
+
+class InstanceScaler:
+    """`is_cold` from when the last instance is stopped until another is ready. `find_room` is None
+    if the model's GPU memory is not planned. Does nothing if the number of instances is fixed."""
+
+    def __init__(
+        self, config: ModelConfig, supervisor: Supervisor, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._supervisor = supervisor
+        self._clock = clock
+        # Instances that share a worker are started and stopped together.
+        slots = max(count for _, count in config.places)
+        least = min(len(config.places), -(-config.min_instances // slots))
+        self.limits = least, len(config.places)
+        self.policy = ScalingPolicy(*self.limits, config.scaling, config.batching, slots)
+        self._rates = ArrivalRates(clock())
+        self._loads: dict[int, frames.PartLoad] = {}
+        self._new = Increments()
+        self._busy_s = self._num_requests = self._num_late = 0.0
+        self._looked_at = clock()
+        # How long the last instances took to be ready.
+        self.starts: deque[float] = deque(maxlen=NUM_STARTS)
+        self._no_room_until = 0.0
+        # What gives back the GPU memory that is reserved for an instance until it is loaded.
+        self._reserved: dict[int, Callable[[], None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.find_room: FindRoom | None = None
+        self.is_cold = False
+        self.decision = ScalingDecision(len(self._wanted), "the number at the start")
+
+    @property
+    def _wanted(self) -> list[Instance]:
+        return [each for each in self._supervisor.instances if each.is_wanted]
+
+    @property
+    def load_s(self) -> float:
+        """How long an instance is expected to take until it is ready."""
+        return max(self.starts, default=0.0)
+
+    @property
+    def scaled(self) -> frames.Scaled:
+        """What shards must know."""
+        return frames.Scaled(0 if self.is_cold else self.decision.target, self.load_s)
+
+    def describe(self) -> str:
+        """Describe the last decision on the number of instances; empty if the number is fixed."""
+        if not self._config.is_scaled:
+            return ""
+        least, most = self.limits
+        return f"{self.decision.target} of {least} to {most} instances: {self.decision.reason}"
+
+    def begin_with(self, num_instances: int) -> None:
+        """Load as many instances at first as another version has now, within the limits; on GPUs,
+        memory is planned for the configured number."""
+        least, most = self.limits
+        if not self._config.uses_gpu:
+            self._supervisor.want_first(max(least, 1, min(most, num_instances)))
+            self.decision = ScalingDecision(len(self._wanted), "as many as the last version had")
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for index in list(self._reserved):
+            self.settled(index)
+
+    def report(self, shard: int, load: frames.PartLoad) -> None:
+        """Hear the load of a shard."""
+        self._rates.count(shard, load.num_offered, self._clock())
+        self._busy_s += self._new.count((shard, "busy"), load.busy_s)
+        self._num_requests += self._new.count((shard, "requests"), load.num_requests)
+        self._num_late += self._new.count((shard, "late"), load.num_late)
+        self._loads[shard] = load
+
+    def forget(self, shard: int) -> None:
+        """Drop a shard that has ended."""
+        self._rates.forget(shard)
+        for name in ("busy", "requests", "late"):
+            self._new.forget((shard, name))
+        self._loads.pop(shard, None)
+
+    def ready(self, instance: Instance) -> None:
+        """Hear that a worker is ready."""
+        self.starts.append(instance.start_s)
+        if self.is_cold:
+            # Clients that were refused meanwhile come back.
+            self._rates.touch(self._clock())
+        self.is_cold = False
+        self.settled(instance.index)
+
+    def tell_executors(self) -> None:
+        """Tell the workers how many batches can run at once now."""
+        if not self._config.is_scaled:
+            return
+        instances = self._supervisor.instances
+        ready = [each for each in instances if each.is_ready and not each.is_leaving]
+        frame = frames.encode(frames.SetExecutors(max(1, sum(each.num_slots for each in ready))))
+        for instance in ready:
+            instance.send(frame)
+
+    def settled(self, index: int) -> None:
+        """Give back the reservation of an instance that has its memory, or has died."""
+        if (release := self._reserved.pop(index, None)) is not None:
+            release()
+
+    def wake(self) -> None:
+        """Start the first instance, if there is none."""
+        self._rates.touch(self._clock())
+        if not self._wanted:
+            self._follow(ScalingDecision(1, "a request came when there was no instance"))
+
+    def tick(self) -> bool:
+        """Decide how many instances there should be; return whether the last is being stopped."""
+        now = self._clock()
+        decision = self.policy.decide(self._observe(now), now)
+        if decision.target == len(self._wanted):
+            self.decision = decision
+            return False
+        was_cold = self.is_cold
+        self._follow(decision)
+        return self.is_cold and not was_cold
+
+    def _observe(self, now: float) -> Observation:
+        wanted = self._wanted
+        ready = [each for each in wanted if each.is_ready and not each.is_leaving]
+        num_slots = sum(each.num_slots for each in ready)
+        available_s = max(1e-9, (now - self._looked_at) * num_slots)
+        busy, self._busy_s, self._looked_at = min(1.0, self._busy_s / available_s), 0.0, now
+        loads = self._loads.values()
+        known = [each for each in loads if each.times_s]
+        busiest = max(known, key=lambda each: each.busy_s, default=None)
+        return Observation(
+            self._rates.look(now),
+            InstanceCounts(len(ready), len(wanted) - len(ready), self._room(now)),
+            sum(each.num_queued for each in loads),
+            busy,
+            busiest.times_s if busiest is not None else {},
+            self.load_s,
+            max((each.inflation for each in loads), default=1.0),
+            self._num_requests,
+            self._num_late,
+        )
+
+    def _room(self, now: float) -> int:
+        """Return how many instances may be started now, as far as it is known."""
+        if now < self._no_room_until:
+            return 0
+        if self._config.uses_gpu:
+            return MANY
+        running = next((each.child for each in self._wanted if each.child is not None), None)
+        return MANY if running is None or running.life.has_room_for_another() else 0
+
+    def _follow(self, decision: ScalingDecision) -> None:
+        """Start or stop instances until there are as many as decided."""
+        before = len(self._wanted)
+        for _ in range(decision.target - before):
+            if (instance := self._supervisor.want_another()) is not None:
+                self._start(instance)
+        for _ in range(before - decision.target):
+            self._stop_one()
+        after = len(self._wanted)
+        self.decision = ScalingDecision(after, decision.reason)
+        if after == 0:
+            self.is_cold = True
+        if after != before:
+            text = " scales from %d to %d instances: %s"
+            log_about(log, logging.INFO, self._config, text, before, after, decision.reason)
+
+    def _stop_one(self) -> None:
+        """Stop an instance: one that still loads, or else the one that was added last."""
+        instance = max(self._wanted, key=lambda each: (not each.is_ready, each.index))
+        self._supervisor.dismiss(instance, SCALED_DOWN)
+
+    def _start(self, instance: Instance) -> None:
+        if instance.device == CPU or self.find_room is None:
+            self._supervisor.start_wanted(instance)
+            return
+        task = asyncio.get_running_loop().create_task(self._start_with_room(instance))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_with_room(self, instance: Instance) -> None:
+        """Start a worker on a GPU, if the memory plan has room for it."""
+        assert self.find_room is not None
+        release = await self.find_room(self._config.of_worker(instance.device, instance.num_slots))
+        if release is None:
+            self._no_room_until = self._clock() + ROOM_AGAIN_S
+            self._supervisor.dismiss(instance, "no GPU memory")
+            text = " cannot start another instance: %s has no memory left"
+            log_about(log, logging.WARNING, self._config, text, instance.device)
+            if not self._wanted:
+                self.is_cold = True
+            return
+        if not instance.is_wanted:
+            release()
+            return
+        self._reserved[instance.index] = release
+        self._supervisor.start_wanted(instance)

@@ -1,0 +1,155 @@
+"""Starts single versions and ends them. The catalog decides which, and which of them get requests.
+
+Runs on the core's event loop. While a version is loaded, a lock marks its files as in use, so that
+other processes do not remove them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.processes.child import StartLife
+from penstock.repository import holds
+from penstock.serving.context import log_about
+from penstock.serving.model import Model
+from penstock.serving.model_host import ModelHost
+from penstock.serving.model_table import ModelTable
+from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.serving.quotas import Quotas
+from penstock.serving.scaler import FindRoom
+from penstock.serving.served import Served
+from penstock.serving.shards import ShardedModel, Shards
+from penstock.serving.supervisor import load_timeout_text
+
+log = logging.getLogger("penstock.catalog")
+
+# Limit on concurrent loads: they are mostly imports and disk reads, and slow each other down.
+MAX_LOADING = 4
+Make = Callable[[ModelConfig, Quotas], Served]
+
+
+class VersionLoader:
+    """`table` has what all versions share; `makers` create versions of the backends that do not use
+    `Model`; `shards` take the requests, if they have processes of their own. `find_room` reserves
+    GPU memory for further instances."""
+
+    def __init__(
+        self,
+        table: ModelTable,
+        start_life: StartLife,
+        makers: Mapping[str, Make],
+        shards: Shards | None,
+        find_room: FindRoom,
+    ) -> None:
+        self._table = table
+        self._start_life = start_life
+        self._makers = makers
+        self._shards = shards
+        self._find_room = find_room
+        # Descriptors that mark the files of loaded versions as in use, by the model's id.
+        self._holds: dict[int, int] = {}
+        self._limit = asyncio.Semaphore(MAX_LOADING)
+
+    async def start(self, config: ModelConfig, num_running: int | None = None) -> Served:
+        """Start a version; return it when all its instances are warm. If it is scaled, it begins
+        with as many as the version that it replaces has now. ConfigError if it cannot be loaded."""
+        async with self._limit:
+            return await self._start(config, num_running)
+
+    async def _start(self, config: ModelConfig, num_running: int | None) -> Served:
+        began = time.monotonic()
+        count = config.num_instances
+        model = self._create(config)
+        host = network_of(model)
+        if host is not None and config.is_scaled:
+            host.scaler.find_room = self._find_room
+            if num_running is not None:
+                host.scaler.begin_with(num_running)
+                count = len(host.processes)
+        plural = "instance" if count == 1 else "instances"
+        log_about(log, logging.INFO, config, " loads %d %s", count, plural)
+        for warning in config.warnings:
+            log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
+        for note in config.notes:
+            log_about(log, logging.INFO, config, ": %s", note)
+        limit = asyncio.timeout(config.load_timeout_s)
+        try:
+            async with limit:
+                await finish(self._hold(model))
+                await model.start()
+        except BaseException:
+            await self.end(model)
+            if limit.expired():
+                raise ConfigError([load_timeout_text(config.load_timeout_s)]) from None
+            raise
+        took_s = time.monotonic() - began
+        text, load_s = " is ready after %.2f s", round(took_s, 3)
+        log_about(log, logging.INFO, config, text, took_s, load_s=load_s)
+        if built := model.processes[0].built:
+            text = ", ".join(f"{key}={value}" for key, value in built.items())
+            log_about(log, logging.INFO, config, " was built with %s", text)
+        return model
+
+    async def _hold(self, model: Served) -> None:
+        """Keep other processes from removing the files of a version."""
+        folder = holds.version_folder(model.config)
+        if folder is None:
+            return
+        held = await asyncio.to_thread(holds.hold, folder)
+        if held is not None:
+            self._holds[id(model)] = held
+
+    async def end(self, model: Served) -> None:
+        """Close a version, and let its files be removed."""
+        await model.close()
+        if (held := self._holds.pop(id(model), None)) is not None:
+            os.close(held)
+
+    def _create(self, config: ModelConfig) -> Served:
+        self._table.recorders.check(config)
+        model = self._make(config)
+        if self._shards is None:
+            model.recorder = self._table.recorders.open(config, model.metrics)
+        return model
+
+    def _make(self, config: ModelConfig) -> Served:
+        if (make := self._makers.get(config.backend)) is not None:
+            return make(config, self._table.quotas)
+        if self._shards is not None:
+            return ShardedModel(config, self._shards, self._start_life)
+        try:
+            return make_model(
+                config, self._start_life, self._table.quotas, regions=self._table.regions
+            )
+        except OSError as error:
+            raise ConfigError([f"shared memory: {error}"]) from None
+
+
+async def finish(work: Coroutine[object, object, None]) -> None:
+    """Run `work` to its end, even if this call is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a change failed after its client had left: %s", error)
+        raise
+
+
+def network_of(model: Served) -> ModelHost | None:
+    """Return the workers of a model, without those of earlier stages; None if it has none here."""
+    if isinstance(model, Model):
+        return model.host
+    if isinstance(model, StagePipeline):
+        return model.models[-1].host
+    return model.stages[-1].host if isinstance(model, ShardedModel) else None

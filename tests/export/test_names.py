@@ -1,0 +1,73 @@
+"""Names and quantities that Kubernetes accepts."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.export.names import (
+    MAX_NAME,
+    dns_name,
+    memory_quantity,
+    name_problem,
+    parse_memory,
+)
+
+DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+@given(st.text(max_size=80))
+def test_every_text_has_a_valid_name(text: str) -> None:
+    name = dns_name(text)
+    assert DNS_1035.fullmatch(name) and len(name) <= MAX_NAME
+    assert name_problem(name) == ""
+    assert dns_name(name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("digits", "digits"),
+        ("ResNet_50.v1", "resnet-50-v1"),
+        ("7b-chat", "model-7b-chat"),
+        ("--", "model"),
+        ("", "model"),
+        ("Größe", "gr-e"),
+    ],
+)
+def test_names(text: str, name: str) -> None:
+    assert dns_name(text) == name
+
+
+def test_long_names_stay_different() -> None:
+    one, other = dns_name("x" * 70 + "a"), dns_name("x" * 70 + "b")
+    assert one != other and len(one) == len(other) == MAX_NAME
+
+
+def test_a_wrong_name_comes_with_a_right_one() -> None:
+    assert name_problem("My_Model").endswith("use 'my-model'")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(1, "1Mi"), (64 << 20, "64Mi"), (1 << 30, "1Gi"), (1536 << 20, "1536Mi"), (5 << 30, "5Gi")],
+)
+def test_memory_is_written_as_a_quantity(num_bytes: int, text: str) -> None:
+    assert memory_quantity(num_bytes) == text
+    assert parse_memory(text) >= num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("1000", 1000), ("2Gi", 2 << 30), ("1.5G", 1_500_000_000), ("512Ki", 512 << 10)],
+)
+def test_quantities_are_read(text: str, num_bytes: int) -> None:
+    assert parse_memory(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "2GB", "-1Gi", "1e3", "lots"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not an amount of memory; expected e.g. 512Mi or 2Gi"):
+        parse_memory(text)
