@@ -89,9 +89,11 @@ class Batcher(Lanes):
         while self._expiries and self._expiries[0][0] <= now:
             request = heapq.heappop(self._expiries)[2]
             lane = request.ticket.queue
+            is_delayed = self._policies[request.priority].timeout_action == "DELAY"
             if not isinstance(lane, Lane):
-                continue
-            if self._policies[request.priority].timeout_action == "DELAY":
+                if self._elsewhere is not None and lane is None and not is_delayed:
+                    self.overdue.append(request)
+            elif is_delayed:
                 lane.postpone(request)
             else:
                 self.remove(request)

@@ -40,6 +40,8 @@ class RunningBatch:
     # If several shards share the worker: whether it runs the batch yet, and with their rows in it.
     is_started: bool = True
     is_merged: bool = False
+    # The worker was asked not to start it.
+    is_recalled: bool = False
     # When it was started; it may have waited in the worker for a batch of another shard.
     began: float = 0.0
     # Inputs and outputs that are not in shared memory.

@@ -7,8 +7,9 @@ what they answer. It knows no socket, no tensor and no request, only how many ro
 How to use it, in the worker:
 
     events      `attach(shard)`, `wanted(shard, queued)`: a Want came; `offered(offer)`: a Dispatch
-                came, asked for or not; `passed(shard, round, queued)`: the answer to a claim is
-                "nothing"; `detach(shard)`: its socket closed; `ended(batch, now)`: a batch is done
+                came, asked for or not; `recall(shard, batch)`: an offer is taken back;
+                `passed(shard, round, queued)`: the answer to a claim is "nothing";
+                `detach(shard)`: its socket closed; `ended(batch, now)`: a batch is done
                 or has failed. Report everything that lies in the sockets, then decide.
     decisions   `decide(now)` returns what to do now: `ClaimRows` is to be sent to its shard,
                 `StartBatch` is to be run. Call it after events, and at `wake_at`.
@@ -81,6 +82,8 @@ class Offer(msgspec.Struct, frozen=True, eq=False):
     # What the shard still has queued; None: nothing to give.
     queued: Queued | None = None
     frame: object = None
+    # The shard's number of the batch, to recall it.
+    batch: int = 0
 
 
 class ClaimRows(msgspec.Struct, frozen=True):
@@ -288,6 +291,12 @@ class Claims:
         if offer.shard in self._shards:
             self._offers.append(offer)
             self._answered(offer.shard, offer.round, offer.queued)
+
+    def recall(self, shard: int, batch: int) -> bool:
+        """Forget an offer. False if it runs, or has run."""
+        kept = [each for each in self._offers if (each.shard, each.batch) != (shard, batch)]
+        was_waiting, self._offers = len(kept) < len(self._offers), kept
+        return was_waiting
 
     def passed(self, shard: int, round: int, queued: Queued | None = None) -> None:
         """Note that a shard has nothing for this claim; `queued`: it has other geometries."""

@@ -20,6 +20,7 @@ from penstock.serving.batches import HangLimits, RunningBatch
 from penstock.serving.context import ModelContext
 from penstock.serving.core_link import CoreLink
 from penstock.serving.quarantine import PoisonGuard
+from penstock.serving.recalls import Recalls
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
@@ -65,6 +66,7 @@ class Dispatcher:
         self._queue = queue
         self._memory = memory
         self._replies = replies
+        self.recalls = Recalls(self.workers, queue, replies)
         self._guard = guard
         # None: no other shard has these workers, so it is known here which slots are free.
         sees_idle = context.sees_idle
@@ -132,7 +134,7 @@ class Dispatcher:
         """Refuse expired requests, then dispatch batches to idle instances."""
         self._is_pump_due = False
         now = self._clock()
-        self._queue.expire(now)
+        self.recalls.expire(now)
         if self._queue.suspects:
             self._try_suspects(now)
         elif self._holds_try:
@@ -319,7 +321,7 @@ class Dispatcher:
         """Answer a worker that has a free slot, with a batch or Decline."""
         assert self._wants is not None, "only a worker of several shards claims"
         now = worker.told_at = self._clock()
-        self._queue.expire(now)
+        self.recalls.expire(now)
         num_before = len(worker.batches)
         requests = self._wants.take(claim, worker, now)
         if requests is not None:
@@ -330,17 +332,19 @@ class Dispatcher:
         self._arm_timer(now, only_expiry=worker.is_leaving, latest=latest)
         self._queue.batcher.publish(now)
         # Requests that would be late were dropped instead of given.
-        self._queue.expire(now)
+        self.recalls.expire(now)
         if self._idle_waiters:
             self.check_idle()
 
-    def _answered(self, worker: WorkerPlace, frame: frames.Done | frames.BatchFailed) -> None:
+    def _answered(
+        self, worker: WorkerPlace, frame: frames.Done | frames.BatchFailed | frames.Recalled
+    ) -> None:
         # A sink may submit the next request during its callback. That one must not be dispatched
         # before the worker has its output spill back.
         self._is_answering = True
         try:
             batch = next((each for each in worker.batches if each.id == frame.batch), None)
-            if self._reports_answer:
+            if self._reports_answer and not isinstance(frame, frames.Recalled):
                 self._reports_answer = False
                 self._core.answered()
             if batch is not None:
@@ -349,6 +353,8 @@ class Dispatcher:
                 self._saturation.note(False, now)
                 if isinstance(frame, frames.Done):
                     self._deliver(worker, batch, frame, now)
+                elif isinstance(frame, frames.Recalled):
+                    self._return(batch)
                 else:
                     self._fail(batch, frame, now)
         finally:
@@ -468,7 +474,7 @@ class Dispatcher:
             self.pump()
 
     def _return(self, batch: RunningBatch) -> None:
-        """Queue a batch again that a dead worker had not started."""
+        """Queue a batch again that its worker had not started."""
         self._queue.batcher.ended(batch.started)
         self._queue.put_back(self._take_back(batch), batch.closed_by)
 

@@ -114,6 +114,8 @@ class Lanes:
         self._lanes: dict[object, Lane] = {}
         self._alone: deque[Request] = deque()
         self.num_queued = 0
+        # Requests whose queue time-out passed after they were sent to a worker of several shards.
+        self.overdue: list[Request] = []
         # Requests so far, also refused ones, and their rows (or tokens).
         self.num_offered = self.size_offered = 0
 

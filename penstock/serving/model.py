@@ -238,7 +238,7 @@ class Model:
             self._cold.wake()
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request. Queued, it never runs; in flight, its answer is dropped."""
+        """Cancel a request. Queued, it never runs; once it runs, its answer is dropped."""
         if hasattr(request, "ticket") and not has_ended(request):
             self._withdraw(request, CANCELLED, "CANCELED")
             self._dispatcher.check_idle()
@@ -247,4 +247,6 @@ class Model:
         if self._queue.remove(request):
             self.memory.release(request, was_dispatched=False)
             self._dispatcher.publish()
+        else:
+            self._dispatcher.recalls.recall(request)
         self._replies.fail(request, error, reason)

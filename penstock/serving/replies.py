@@ -133,9 +133,15 @@ class Replies:
                 self._metrics.failed(reason, error, self._metrics.is_late(waited_s))
             self.finish(request, error)
 
-    def refuse(self, request: Request, error: PenstockError, reason: str = "") -> None:
-        """End an admitted request that never ran; `reason` overrides the error's own."""
-        self._memory.release(request, was_dispatched=False)
+    def refuse(
+        self, request: Request, error: PenstockError, reason: str = "", *, is_queued: bool = True
+    ) -> None:
+        """End an admitted request that never ran; `reason` overrides the error's own. If a worker
+        has it (not `is_queued`), its memory is released with its batch."""
+        if is_queued:
+            self._memory.release(request, was_dispatched=False)
+        elif has_ended(request):
+            return
         if not request.is_mirror:
             self._metrics.refused(error, reason)
             self._note_overload(error, self._clock())

@@ -59,13 +59,16 @@ class RequestQueue:
             self.slo = SloBatcher(policy, self._config.num_instances, self._elsewhere)
         self.batcher = self.slo or Batcher(policy, self._elsewhere)
 
-    def expire(self, now: float) -> None:
-        """Refuse the requests that waited too long, or that would be late."""
+    def expire(self, now: float) -> list[Request]:
+        """Refuse the requests that waited too long, or that would be late. Return those that have
+        been dispatched and may wait in a worker for longer than they may be queued."""
         if self.slo is not None:
             for request in self.slo.take_dropped():
                 self._replies.refuse(request, DROPPED)
         for request in self.batcher.expire(now):
             self._replies.refuse(request, QUEUE_TIMEOUT)
+        overdue, self.batcher.overdue = self.batcher.overdue, []
+        return overdue
 
     def next(self, now: float, share: BatchShare | None = None) -> list[Request] | None:
         """Return the batch to run now on a free instance, or this shard's share of one that a

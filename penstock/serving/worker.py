@@ -311,6 +311,9 @@ class Worker:
         elif isinstance(frame, frames.Release):
             assert link.memory is not None
             link.memory.spill.release(frame.offsets)
+        elif isinstance(frame, frames.Recall):
+            if self._share().recall(link.number, frame.batch):
+                link.send(frames.Recalled(frame.batch))
         elif isinstance(frame, frames.Want):
             self._share().wanted(link.number, _queued(frame))
         elif isinstance(frame, frames.Decline):
@@ -578,6 +581,7 @@ def _offer(part: Part) -> Offer:
         frame.is_alone,
         None if frame.more is None else _queued(frame.more),
         part,
+        frame.batch,
     )
 
 

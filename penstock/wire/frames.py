@@ -9,8 +9,8 @@ OpenShard, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, SetExecutors, Leave, Stop
     worker → core   WorkerReady, StartFailed, Leaving, Sketched
-    shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Release
-    worker → shard  Claim, Started, Done, BatchFailed, Leaving
+    shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Recall, Release
+    worker → shard  Claim, Started, Recalled, Done, BatchFailed, Leaving
     core → shard    OpenShard, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased, TokensTaken,
                     OpenRegion, CloseRegion, MoveClients, Release, Ping, Drain, Stop
     shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
@@ -231,6 +231,19 @@ class Started(Frame, tag="go"):
     batch: int
     is_merged: bool
     at: float = 0.0
+
+
+class Recall(Frame, tag="rcl"):
+    """Do not run a batch that has not started: a request in it expired or was cancelled. If it has
+    started, its answer follows as usual."""
+
+    batch: int
+
+
+class Recalled(Frame, tag="rcd"):
+    """The answer to a Recall of a batch that had not started, and will not."""
+
+    batch: int
 
 
 class Claim(Frame, tag="clm"):
@@ -801,8 +814,10 @@ class ShardAnswer(Frame, tag="anss"):
 
 ToWorker = LoadModel | Enclosed | Attach | SetExecutors | Leave | Stop
 FromWorker = WorkerReady | StartFailed | Leaving | Sketched
-ShardToWorker = Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Release
-WorkerToShard = Claim | Started | Done | BatchFailed | Leaving
+ShardToWorker = (
+    Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Recall | Release
+)
+WorkerToShard = Claim | Started | Recalled | Done | BatchFailed | Leaving
 FromShard = (
     Listening
     | StartFailed

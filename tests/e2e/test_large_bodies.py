@@ -49,6 +49,7 @@ class Asker:
         self.served = served
         self.chance = random.Random(seed)
         self.num_answers = 0
+        self.is_done = False
 
     async def connect(self, receive_bytes: int | None = None) -> None:
         sock = socket.socket()
@@ -106,6 +107,10 @@ class Asker:
             for _, expected in messages:
                 await self.check_answer(expected)
             await sending
+        self.leave_politely()
+
+    def leave_politely(self) -> None:
+        self.is_done = True
         self.writer.close()
 
     async def send_slowly(self, count: int) -> None:
@@ -114,7 +119,7 @@ class Asker:
             data, expected = self.message()
             await self.send(data, num_pieces=8, pause_s=0.1)
             await self.check_answer(expected)
-        self.writer.close()
+        self.leave_politely()
 
     async def read_slowly(self, count: int) -> None:
         await self.connect(receive_bytes=4096)
@@ -123,7 +128,7 @@ class Asker:
             await self.send(data)
             await asyncio.sleep(0.3)
             await self.check_answer(expected)
-        self.writer.close()
+        self.leave_politely()
 
     async def leave(self, count: int) -> None:
         """Leave in the middle of a body, or before the answer."""
@@ -135,11 +140,19 @@ class Asker:
             self.writer.transport.abort()
 
 
-async def kill_workers(served: Served, count: int) -> None:
+async def kill_workers(served: Served, askers: list[Asker], count: int) -> None:
+    """A request that loses two workers fails, so each has its answer before the next death: an
+    asker has at most two in flight."""
     for _ in range(count):
         await asyncio.sleep(0.7)
         for worker in await asyncio.to_thread(served.workers):
             os.kill(worker.pid, signal.SIGKILL)
+        needed = [asker.num_answers + 2 for asker in askers]
+        while any(
+            asker.num_answers < number and not asker.is_done
+            for asker, number in zip(askers, needed, strict=True)
+        ):
+            await asyncio.sleep(0.05)
 
 
 def test_every_byte_arrives_whatever_others_do(served: Served) -> None:
@@ -154,7 +167,7 @@ def test_every_byte_arrives_whatever_others_do(served: Served) -> None:
                 tasks.create_task(asker.read_slowly(4))
             for asker in askers[11:]:
                 tasks.create_task(asker.leave(30))
-            tasks.create_task(kill_workers(served, 2))
+            tasks.create_task(kill_workers(served, askers[:11], 2))
 
     asyncio.run(scenario())
     assert "internal error" not in served.logged()

@@ -291,6 +291,27 @@ class TestAhead:
         claims.ended(batch, batch.ends_at)
         assert claims.decide(batch.ends_at) == [] and claims.is_idle
 
+    def test_an_offer_that_is_recalled_does_not_run(self) -> None:
+        claims, batch = busy()
+        claims.offered(Offer(1, 2, "a", batch=7))
+        claims.offered(Offer(2, 1, "a", batch=7))
+        assert claims.recall(1, 7)
+        assert not claims.recall(1, 7), "it is gone"
+        claims.ended(batch, batch.ends_at)
+        merged = only(claims.decide(batch.ends_at))
+        assert parts(merged) == [(2, 1)]
+        assert not claims.recall(2, 7), "it runs"
+
+    def test_a_recalled_part_leaves_the_slot_idle(self) -> None:
+        claims, batch = busy()
+        claims.wanted(1, want(3))
+        (claim,) = claims.decide(batch.ends_at)
+        assert isinstance(claim, ClaimRows)
+        claims.offered(Offer(1, 3, "a", round=claim.round, batch=4))
+        assert claims.recall(1, 4)
+        claims.ended(batch, batch.ends_at)
+        assert claims.decide(batch.ends_at) == [] and claims.is_idle
+
 
 def busy(num_rows: int = 8, is_alone: bool = False, **options: object) -> tuple[Claims, StartBatch]:
     """Return a worker that runs a batch, as predicted, from time 0."""

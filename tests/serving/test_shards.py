@@ -121,9 +121,12 @@ class Server:
     async def load(self, *configs: ModelConfig) -> None:
         await self.run(self.catalog.load(RepositoryScan(list(configs), {})))
 
-    def send(self, shard: int, number: int, name: str = "echo", *, key: bytes = b"") -> Request:
+    def make(self, number: int) -> Request:
         values = np.arange(4, dtype=np.int64)[None] + 1000 * number
-        request = Request(RecordingSink(), [from_array("x", "INT64", values)], 0.0)
+        return Request(RecordingSink(), [from_array("x", "INT64", values)], 0.0)
+
+    def send(self, shard: int, number: int, name: str = "echo", *, key: bytes = b"") -> Request:
+        request = self.make(number)
         request.caller = key
         self.sessions[shard].shard.table.find(name).submit(request)
         return request

@@ -100,10 +100,12 @@ SHARD_TO_WORKER = [
     frames.Dispatch(9, (), (), 0, (PART,), "extents", True, 77, 3, WANT),
     frames.Decline(3),
     frames.Decline(3, frames.Want(())),
+    frames.Recall(3),
     frames.Release((0, 64)),
 ]
 WORKER_TO_SHARD = [
     frames.Started(3, True),
+    frames.Recalled(3),
     frames.Claim(3, 16),
     frames.Claim(3, 16, 48, 12.5, True, "rows x [16]", 512.0, False),
     frames.Done(7, 0.1, 0.2, 0.3),
