@@ -41,7 +41,7 @@ def test_no_good_candidate_of_many_is_rolled_back() -> None:
         pytest.param(Behaviour(late=0.5), "p99 < 20ms", id="slow"),
         pytest.param(Behaviour(failed=0.2), "errors", id="errors"),
         pytest.param(Behaviour(disagree=0.9), "agreement", id="wrong"),
-        pytest.param(Behaviour(infer_s=0.012), "cost", id="costly"),
+        pytest.param(Behaviour(infer_s=0.03), "cost", id="costly"),
         pytest.param(Behaviour(is_ready=False), "ready", id="not ready"),
     ],
 )
@@ -53,6 +53,23 @@ def test_a_fault_is_rolled_back_within_30_s(fault: Behaviour, name: str, begins:
     assert verdict.reason.startswith(f"{name}: ")
     broken = [each for each in verdict.checks if each.state == "broken"]
     assert [each.name for each in broken] == [name]
+
+
+def test_a_lower_cost_is_found_when_both_versions_have_equal_load() -> None:
+    plan = replace(PLAN, step_s=100.0, steps=(0.5, 1.0))
+    second, verdict = outcome(Traffic(candidate=lambda second: Behaviour(infer_s=0.008)), plan)
+    assert verdict.action == "roll back" and second <= 30
+    assert verdict.reason.startswith("cost: ")
+
+
+def test_a_rarely_used_candidate_may_take_longer_for_a_batch() -> None:
+    """Its weights are not in the caches."""
+
+    def cold(second: int) -> Behaviour:
+        return Behaviour(infer_s=0.012 if second < 30 else 0.004)
+
+    _, verdict = outcome(Traffic(candidate=cold), replace(PLAN, steps=(0.05, 1.0), step_s=30.0))
+    assert verdict.action == "promote"
 
 
 def test_deaths_of_workers_are_rolled_back_unless_the_stable_version_has_them_too() -> None:

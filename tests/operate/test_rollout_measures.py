@@ -61,11 +61,18 @@ def cost(*seconds: tuple[dict, dict]) -> tuple[Totals, float | None]:
 
 def test_costs_are_compared_at_equal_batch_sizes() -> None:
     """The candidate runs smaller batches, whose rows take longer in both versions."""
-    stable = {1: (10, 0.010), 8: (100, 0.200)}
+    stable = {1: (10, 0.010), 8: (10, 0.200)}
     totals, ratio = cost((stable, {1: (10, 0.011)}))
     assert totals == Totals(0, 1)
     assert ratio == pytest.approx(1.1)
     assert cost((stable, {1: (10, 0.02)}))[0] == Totals(1, 1)
+
+
+def test_a_candidate_that_runs_rarely_may_take_longer() -> None:
+    stable = {1: (100, 0.1)}
+    assert cost((stable, {1: (49, 4.9 * 0.049)})) == (Totals(0, 1), None)
+    assert cost((stable, {1: (49, 5.1 * 0.049)})) == (Totals(1, 1), None)
+    assert cost((stable, {1: (50, 1.3 * 0.05)})) == (Totals(1, 1), pytest.approx(1.3))
 
 
 def test_sizes_that_only_one_version_ran_are_not_compared() -> None:
