@@ -52,8 +52,9 @@ def ask(served: Served, number: int) -> tuple[int, object]:
 @SHARDS
 @pytest.mark.slow
 def test_load_starts_workers_and_silence_stops_them_all(tmp_path: Path, shards: str) -> None:
-    with serve(tmp_path, shards) as served:
-        assert instances(served) == {"ready": 1, "starting": 0, "leaving": 0}
+    with serve(tmp_path, shards, scale_to_zero_s=6) as served:
+        # On a machine that is busy it may be leaving already.
+        assert sum(instances(served).values()) == 1
         stop = threading.Event()
 
         def client(first: int) -> list[tuple[int, object, int]]:
