@@ -118,6 +118,20 @@ def test_few_rows_are_kept_however_old_they_are() -> None:
     assert [each.is_alarm for each in stream.changes] == [True]
 
 
+def test_the_figures_are_those_of_the_window_alone() -> None:
+    before, after = normal(4000, 1, 0.3), normal(int(20 * WINDOW_S) + 20, 2)
+    stream, fresh = Stream(normal(500, 0)), Stream(normal(500, 0))
+    stream.send(before)
+    stream.send(after)
+    fresh.send(after)
+    assert stream.state.outside_share == fresh.state.outside_share
+    assert stream.state.distance == pytest.approx(fresh.state.distance, abs=1e-9)
+    for each in (stream, fresh):
+        each.send(normal(1200, 3, 0.9))
+    alarms = [[each.num_rows for each in known.changes] for known in (stream, fresh)]
+    assert alarms[0] == [count + len(before) for count in alarms[1]] != []
+
+
 def test_a_slight_change_is_no_drift() -> None:
     stream = Stream(normal(1000, 1))
     stream.send(normal(5000, 2, shift=0.1))
