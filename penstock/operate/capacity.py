@@ -145,8 +145,8 @@ def replica_of(evidence: Mapping[str, object], config: ModelConfig) -> Replica:
         rate = simulate.max_rate(table, config, slos.parse(slo), _lengths(table))
         if rate <= 0:
             raise ConfigError(
-                f"{config.name}/{config.version}: with its measured batch times, one replica cannot "
-                f"keep {slo} at any rate; optimize the model, or change the SLO"
+                f"{config.name}/{config.version}: one replica, with the measured batch times, "
+                f"cannot keep {slo} at any rate; optimize the model, or change the SLO"
             )
         source = "simulated: the highest rate that keeps the SLO, from measured batch times"
         return Replica(rate, source, slo, _queue_s(table, config, slo, rate))

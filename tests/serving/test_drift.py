@@ -6,6 +6,7 @@ import pytest
 
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.serving.drift import (
+    DISTANCE_LIMIT,
     MIN_ROWS,
     WINDOW_S,
     DriftMonitor,
@@ -106,6 +107,19 @@ def test_drift_after_a_long_time_is_seen_within_seconds_and_ends() -> None:
     stream.send(normal(20 * int(WINDOW_S) + 40, 4))
     assert [each.is_alarm for each in stream.changes] == [True, False]
     assert "inputs are like those of the evidence" in stream.monitor.notes[0]
+
+
+def test_an_alarm_stays_until_the_figures_are_within_their_limits() -> None:
+    stream = Stream(normal(1000, 1))
+    stream.send(normal(1200, 2, shift=0.9))
+    assert [each.is_alarm for each in stream.changes] == [True]
+    distances = []
+    while stream.state.is_alarm:
+        stream.send(normal(20, len(distances)))
+        distances.append(stream.state.distance)
+    *before, last = distances
+    assert min(before) > DISTANCE_LIMIT >= last
+    assert [each.is_alarm for each in stream.changes] == [True, False]
 
 
 def test_few_rows_are_kept_however_old_they_are() -> None:
