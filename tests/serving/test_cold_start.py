@@ -294,6 +294,32 @@ def test_an_instance_for_refused_requests_waits_for_their_return(config):
 
 
 @BOTH
+def test_an_instance_that_is_needed_again_while_it_leaves_has_not_crashed(config, caplog):
+    """Otherwise a model that goes to sleep soon would start later and later."""
+
+    async def scenario(sleeper):
+        host, loop = sleeper.model.host, asyncio.get_running_loop()
+        for _ in range(4):
+            host.scaler.policy = Given(0)
+            sleeper.model.host.tick()
+            host.scaler.policy = Given(1)
+            request = sleeper.send()
+            until = loop.time() + 30
+            while not request.is_done:
+                await sleeper.puppets.step_all()
+                assert loop.time() < until
+            assert request.sink.error is None
+            # It may have been answered by the one that leaves.
+            await sleeper.tick(3)
+        (instance,) = host.instances
+        assert instance.crashes.num_deaths == 0
+        assert sleeper.model.metrics.num_restarts == 0
+        assert not any("restart in" in each.getMessage() for each in caplog.records)
+
+    run(config, scenario)
+
+
+@BOTH
 def test_an_instance_that_dies_while_it_loads_is_started_again(config):
     async def scenario(sleeper):
         await sleeper.sleep()
