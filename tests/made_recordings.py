@@ -8,7 +8,13 @@ import numpy as np
 from penstock.config import RecordPolicy
 from penstock.serving.recording_files import RingPlace, SegmentRing
 from penstock.types import DATATYPES, Array, from_array
-from penstock.wire.recording import OK, RecordedRequest, describe, encode_record
+from penstock.wire.recording import (
+    OK,
+    RecordedRequest,
+    describe,
+    encode_description,
+    encode_record,
+)
 
 START = 1_700_000_000.0
 Arrays = Mapping[str, Array]
@@ -45,7 +51,11 @@ def write_recording(
             outputs=tuple(describe(each) for each in given),
         )
         data = [bytes(each.data) for each in made if each.name not in redacted]
-        ring.write(encode_record(record, [*data, *(bytes(each.data) for each in given)]))
+        ring.write(
+            encode_record(
+                encode_description(record), [*data, *(bytes(each.data) for each in given)]
+            )
+        )
     ring.close()
     return folder / name
 
@@ -67,7 +77,7 @@ def write_texts(folder: Path, asked: Sequence[Mapping[str, object]], **more: obj
             texts=(f"answer {index}",),
             **more,
         )
-        ring.write(encode_record(record, []))
+        ring.write(encode_record(encode_description(record), []))
     ring.close()
     return folder / "llm"
 

@@ -17,7 +17,7 @@ import psutil
 import penstock
 from penstock.config import SLO_OFF
 from penstock.dashboard.live_figures import LiveFigures, VersionCounters, growth_quantile
-from penstock.dashboard.state import num_ready, state_of
+from penstock.dashboard.state import num_ready, num_wanted, state_of
 from penstock.llm.text_metrics import TextMetrics
 from penstock.operate.monitor import TICK_S, Monitor
 from penstock.serving.management import ManagementApi
@@ -181,7 +181,7 @@ class LiveSampler:
             model.reason,
             "" if config.slo == SLO_OFF else config.slo,
             list(config.devices),
-            config.num_instances,
+            num_wanted(model),
             num_ready(model),
             model.num_waiting,
             _rounded(last.answered) or 0.0,

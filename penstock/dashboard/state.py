@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import penstock
 from penstock.config import LLM, SLO_OFF, ModelConfig
 from penstock.dashboard.example_calls import example_call
+from penstock.serving.version_loader import network_of
 from penstock.wire.documented import (
     ExampleCall,
     ModelLoad,
@@ -82,7 +83,7 @@ def model_state(model: Served, call: ExampleCall, has_figures: bool) -> ModelSta
         batching(model),
         "" if config.slo == SLO_OFF else config.slo,
         list(config.devices),
-        config.num_instances,
+        num_wanted(model),
         num_ready(model),
         describe_tensors(config.inputs, has_batch),
         describe_tensors(config.outputs, has_batch),
@@ -103,7 +104,17 @@ def call_of(catalog: Catalog, model: Served, needs_key: bool = False) -> Example
 
 def num_ready(model: Served) -> int:
     """Return the number of instances that can answer, without those of earlier stages."""
+    if model.config.is_scaled and (host := network_of(model)) is not None:
+        return sum(each.state == "ready" for each in host.processes)
     return sum(each.is_ready for each in model.processes[: model.config.num_instances])
+
+
+def num_wanted(model: Served) -> int:
+    """Return the number of instances that there should be, likewise. If it follows the load, that
+    of now."""
+    if model.config.is_scaled and (host := network_of(model)) is not None:
+        return sum(each.is_wanted for each in host.instances)
+    return model.config.num_instances
 
 
 def batching(model: Served) -> str:

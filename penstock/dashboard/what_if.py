@@ -48,7 +48,9 @@ class WhatIf:
         _check(model)
         if self._running.locked():
             raise Overloaded("another prediction is running; ask again in a moment", 2.0)
-        async with self._running:
+        await self._running.acquire()
+        simulation: asyncio.Future[WhatIfResult] | None = None
+        try:
             await model.refresh()
             times_s, basis, notes = batch_times(model)
             config = model.config
@@ -62,7 +64,14 @@ class WhatIf:
                 [body.rate, current_rate] if current_rate >= MIN_RATE else [body.rate],
                 "" if config.slo == SLO_OFF else config.slo,
             )
-            result = await asyncio.to_thread(run, job)
+            simulation = asyncio.ensure_future(asyncio.to_thread(run, job))
+            result = await asyncio.shield(simulation)
+        finally:
+            if simulation is None or simulation.done():
+                self._running.release()
+            else:
+                # The client has left; its simulation goes on.
+                simulation.add_done_callback(self._end)
         if body.rate > result.capacity:
             notes.append(SATURATED.format(result.capacity))
         asked, *others = result.predictions
@@ -76,6 +85,12 @@ class WhatIf:
             basis,
             notes,
         )
+
+    def _end(self, simulation: asyncio.Future[WhatIfResult]) -> None:
+        """Let another simulation run, after one whose result nobody needs."""
+        self._running.release()
+        if not simulation.cancelled():
+            simulation.exception()
 
 
 def _check(model: Served) -> None:

@@ -140,12 +140,12 @@ class ShardedText(ShardedVersion):
         text = TextMetrics(metrics)
         if self._engine.ready is not None:
             text.loaded(self._engine.ready)
-        for each in (*self._retired, *readings.values()):
+        for each in (*self._retired, *self._readings.values()):
             add(metrics, each.metrics)
         retired = [decode_record(each.metrics.others) for each in self._retired]
         # What a shard that has ended heard of the engine is not true any more.
         text.add([replace(each, reported_at=-math.inf) for each in retired])
-        text.add([decode_record(each.metrics.others) for each in readings.values()])
+        text.add([decode_record(each.metrics.others) for each in self._readings.values()])
         self.metrics, self.num_waiting = metrics, text.num_waiting
         self._is_busy = bool(text.num_running or text.num_waiting)
 

@@ -18,8 +18,6 @@ from penstock.wire.recording import OK, RecordedRequest
 
 # The tensors that stand for the texts in the model's signature.
 PROMPT, ANSWER = "text_input", "text_output"
-# Bytes of a character, at most, and of a token in a prompt of tokens.
-CHARACTER_BYTES, TOKEN_BYTES = 4, 8
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +52,6 @@ class TextTap:
         hidden = recorder.redacted
         asked = None if PROMPT in hidden else dict(generation.asked or {})
         texts = None if ANSWER in hidden else tuple(self.texts)
-        size = TOKEN_BYTES * generation.num_prompt if asked is not None else 0
-        size += CHARACTER_BYTES * sum(map(len, texts or ()))
-        if not recorder.hold(size):
-            return
         arrived = generation.arrived or recorder.clock()
         record = RecordedRequest(
             arrived=recorder.arrival(arrived),
@@ -71,7 +65,7 @@ class TextTap:
             texts=texts,
             num_tokens=(totals.num_prompt, totals.num_generated),
         )
-        recorder.write(record, (), size)
+        recorder.write(record)
 
 
 def tap(generation: Generation, recorder: RequestRecorder) -> None:

@@ -143,6 +143,11 @@ def replica_of(evidence: Mapping[str, object], config: ModelConfig) -> Replica:
         return Replica(rate, source, slo, _queue_s(table, config, slo, rate))
     if table is not None and slo:
         rate = simulate.max_rate(table, config, slos.parse(slo), _lengths(table))
+        if rate <= 0:
+            raise ConfigError(
+                f"{config.name}/{config.version}: one replica, with the measured batch times, "
+                f"cannot keep {slo} at any rate; optimize the model, or change the SLO"
+            )
         source = "simulated: the highest rate that keeps the SLO, from measured batch times"
         return Replica(rate, source, slo, _queue_s(table, config, slo, rate))
     promised = slos.parse(slo).rate if slo else None

@@ -88,7 +88,14 @@ class QuantityWatch:
     is_alarm: bool = False
     text: str = ""
     _parts: deque[WindowPart] = field(default_factory=deque)
+    # Sums over the parts: with many workers, there are thousands.
     _num_rows: int = 0
+    _num_outside: int = 0
+    _sums: Array = field(init=False)
+    _squares: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sums, self._squares = (np.zeros(len(self.reference.edges)) for _ in range(2))
 
     def add(self, counts: QuantityCounts, now: float) -> None:
         if not counts.num_rows or len(counts.sums) != len(self.reference.edges):
@@ -101,10 +108,16 @@ class QuantityWatch:
             np.array(counts.squares),
         )
         self._parts.append(part)
-        self._num_rows += part.num_rows
+        self._count(part, 1)
         self.num_seen += part.num_rows
         while self._is_old(self._parts[0], now):
-            self._num_rows -= self._parts.popleft().num_rows
+            self._count(self._parts.popleft(), -1)
+
+    def _count(self, part: WindowPart, sign: int) -> None:
+        self._num_rows += sign * part.num_rows
+        self._num_outside += sign * part.num_outside
+        self._sums += sign * part.sums
+        self._squares += sign * part.squares
 
     def _is_old(self, part: WindowPart, now: float) -> bool:
         return part.at < now - WINDOW_S and self._num_rows - part.num_rows >= WINDOW_ROWS
@@ -114,9 +127,8 @@ class QuantityWatch:
         name, quantity = self.reference.input.spec.name, self.reference.quantity
         if self._num_rows < MIN_ROWS:
             return InputDrift(name, quantity, self.num_seen, None, None)
-        num_outside = sum(each.num_outside for each in self._parts)
-        outside, distance = num_outside / self._num_rows, self._distance()
-        texts = [*self._outside_text(num_outside), *self._distance_text(distance)]
+        outside, distance = self._num_outside / self._num_rows, self._distance()
+        texts = [*self._outside_text(self._num_outside), *self._distance_text(distance)]
         limit = share_limit(self.reference.num_range_rows)
         is_inside = outside <= limit and (distance is None or distance[0] <= DISTANCE_LIMIT)
         if texts:
@@ -154,10 +166,8 @@ class QuantityWatch:
         known = self.reference.statistics
         if known is None or not known.edges:
             return None
-        sums: Array = np.sum([each.sums for each in self._parts], axis=0)
-        squares: Array = np.sum([each.squares for each in self._parts], axis=0)
-        means = sums / self._num_rows
-        variances = np.maximum(squares / self._num_rows - np.square(means), 0.0)
+        means = self._sums / self._num_rows
+        variances = np.maximum(self._squares / self._num_rows - np.square(means), 0.0)
         apart = np.abs(means - np.array(known.shares))
         # A share of 0 or 1 in all rows has no variance; one row more could have had another.
         floor = 1 / (4 * self._num_rows)

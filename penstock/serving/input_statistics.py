@@ -142,11 +142,15 @@ def _describe(rows: Sequence[Array]) -> QuantityStatistics | None:
     quantiles = np.arange(1, NUM_EDGES + 1) / (NUM_EDGES + 1)
     edges = np.unique(np.quantile(pooled, quantiles, method="inverted_cdf"))
     table = np.stack([shares_at(row, edges) for row in finite])
+    # The sum of the largest doubles, which stand for missing values somewhere, is not finite, and
+    # JSON could not hold it.
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, std = np.nan_to_num([pooled.mean(), pooled.std()], nan=np.finfo(np.float64).max)
     return QuantityStatistics(
         num_rows=len(rows),
         count=total,
-        mean=float(pooled.mean()),
-        std=float(pooled.std()),
+        mean=float(mean),
+        std=float(std),
         min=float(pooled.min()),
         max=float(pooled.max()),
         zeros=float((pooled == 0).sum() / total),

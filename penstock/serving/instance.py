@@ -29,6 +29,8 @@ class Instance:
     was_killed_outside: bool = False
     # It is to be replaced: it gets no more batches and stops after its last answer.
     is_leaving: bool = False
+    # Its current worker was told to end because the load needed fewer; more may be needed again.
+    is_dismissed: bool = False
     ready: frames.WorkerReady | None = None
     ready_at: float = 0.0
     started_at: float = 0.0

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, ScalingConfig
 from penstock.errors import InvalidRequest, NotReady
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
@@ -97,6 +97,8 @@ class LocalModel(ModelThread[Model | StagePipeline]):
         """`model` is a model's folder, or a configuration that is placed already."""
         if not isinstance(model, ModelConfig):
             model = choose(resolve(model).read(), model, version)
+        # Threads of the caller's process do not come and go.
+        model = replace(model, scaling=ScalingConfig())
         self._has_batch = model.max_batch_size > 0
         self._reader = InputReader(model.inputs, model.name, has_batch=self._has_batch)
         # Requests on their way to the loop, which is woken only if it does not look for them.

@@ -180,7 +180,8 @@ class ModelHost:
         self, instance: Instance, reason: str, conclude: Callable[[bool], None]
     ) -> None:
         self.scaler.settled(instance.index)
-        if self.state == "READY" and not instance.is_spare and instance.is_wanted:
+        is_lost = instance.is_wanted and not instance.is_dismissed
+        if self.state == "READY" and not instance.is_spare and is_lost:
             self._metrics.num_restarts += 1
             if not instance.is_leaving:
                 self._metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.recording_files import SegmentRing
 from penstock.types import Buffer
-from penstock.wire.recording import RecordedRequest, encode_record
+from penstock.wire.recording import encode_record
 
 log = logging.getLogger("penstock.recorder")
 
@@ -41,17 +41,20 @@ class RingState:
     ring: SegmentRing
     name: str
     retry_at: float | None = None
+    # Those of the versions whose requests could not be written.
+    stopped: list[ModelMetrics] = field(default_factory=list)
     # Versions of the model that are open; the file is closed with the last.
     num_open: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class RecordJob:
-    """One record for the thread. Its bytes count as held until it is written."""
+    """One record for the thread: its encoded description and the bytes of its tensors, which count
+    as held until it is written."""
 
     state: RingState
     metrics: ModelMetrics
-    record: RecordedRequest
+    description: bytes
     data: Sequence[Buffer]
     num_held: int
 
@@ -143,8 +146,9 @@ class RecordWriter:
             num_done += count
         if state.retry_at is not None:
             state.retry_at = None
-            for job in jobs:
-                job.metrics.num_record_stopped = 0
+            for metrics in state.stopped:
+                metrics.num_record_stopped = 0
+            state.stopped.clear()
             log.info("%s is recorded again", state.name, extra={"model": state.name})
 
     def _stop(
@@ -156,7 +160,9 @@ class RecordWriter:
             log.error(text, state.name, why, RETRY_S, extra={"model": state.name, "reason": why})
         state.retry_at = now + RETRY_S
         for job in jobs:
-            job.metrics.num_record_stopped = 1
+            if not job.metrics.num_record_stopped:
+                job.metrics.num_record_stopped = 1
+                state.stopped.append(job.metrics)
         _count_failed(jobs)
 
 
@@ -165,7 +171,7 @@ def _encode_some(jobs: Sequence[RecordJob], most: int) -> tuple[list[Buffer], in
     buffers: list[Buffer] = []
     size = count = 0
     while count < len(jobs) and (count == 0 or size + jobs[count].num_held <= most):
-        buffers += encode_record(jobs[count].record, jobs[count].data)
+        buffers += encode_record(jobs[count].description, jobs[count].data)
         size += jobs[count].num_held
         count += 1
     return buffers, count

@@ -72,9 +72,9 @@ class SegmentRing:
         if self._fd is None:
             buffers = [self._begin(), *buffers]
             size += len(buffers[0])
-        self._make_room(size)
         assert self._fd is not None
         try:
+            self._make_room(size)
             _write_all(self._fd, buffers)
         except OSError:
             with contextlib.suppress(OSError):
@@ -111,6 +111,8 @@ class SegmentRing:
 
     def _begin(self) -> bytes:
         """Open a new segment and return its header."""
+        # Operators remove recordings while the server runs.
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         now_ns, place = time.time_ns(), self._place
         name = f"{now_ns:019d}-{place.shard:02d}-{os.getpid()}{SUFFIX}"
         path = self._folder / name

@@ -18,11 +18,18 @@ from pathlib import Path
 
 from penstock.config import ModelConfig, RecordPolicy
 from penstock.errors import ConfigError, PenstockError
+from penstock.repository.record_settings import PARTS
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.record_writer import RecordJob, RecordWriter, RingState
 from penstock.serving.recording_files import RingPlace, SegmentRing, claim_folder
 from penstock.types import ReplySink, Request, Response, Tensor
-from penstock.wire.recording import OK, RecordedRequest, RecordedTensor, describe
+from penstock.wire.recording import (
+    OK,
+    RecordedRequest,
+    RecordedTensor,
+    describe,
+    encode_description,
+)
 
 # Requests with more bytes of tensors are not recorded: copying them would delay other requests. On
 # the build machine (2 cores, 2026-11) 16 MiB take 4 ms.
@@ -32,14 +39,16 @@ MAX_RING_SHARE = 0.25
 # Room for a record's description, beside its tensors.
 DESCRIPTION_BYTES = 512
 # Why requests that were sampled are not recorded.
-REASONS = ("queue_full", "too_large", "shared_memory", "disk")
+REASONS = ("queue_full", "too_large", "shared_memory", "not_encodable", "disk")
 # A wall clock that jumps by more than this is followed; smaller steps would reorder requests.
 CLOCK_STEP_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecorder:
-    """Samples requests of one version. `redacted` are names of tensors, "id" and "parameters"."""
+    """Samples requests of one version. `redacted` are names of tensors, datatypes, "id" and
+    "parameters". If `declared` are given, the names of the model's tensors, others are redacted
+    too: a client that misspells a name sends the same secret."""
 
     state: RingState
     writer: RecordWriter
@@ -47,6 +56,7 @@ class RequestRecorder:
     version: str
     policy: RecordPolicy
     redacted: frozenset[str]
+    declared: frozenset[str] = frozenset()
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
     random: random.Random = field(default_factory=random.Random)
@@ -91,8 +101,7 @@ class RequestRecorder:
     ) -> tuple[list[RecordedTensor], list[bytes], int] | None:
         """Copy tensors; return their descriptions, their bytes and how many are held. None if
         they are too large, or too much is held already."""
-        hidden = self.redacted
-        described = [describe(each, is_redacted=each.name in hidden) for each in tensors]
+        described = [describe(each, is_redacted=self.is_hidden(each)) for each in tensors]
         num_held = DESCRIPTION_BYTES + sum(each.nbytes for each in described)
         if not self.hold(num_held):
             return None
@@ -117,7 +126,7 @@ class RequestRecorder:
         data, num_held = tap.data, tap.num_held
         if isinstance(answer, Response):
             tensors = answer.outputs
-            outputs = [describe(each, is_redacted=each.name in self.redacted) for each in tensors]
+            outputs = [describe(each, is_redacted=self.is_hidden(each)) for each in tensors]
             size = sum(each.nbytes for each in outputs)
             if num_held + size > self.max_bytes or not self.writer.hold(size):
                 self.writer.give_back(num_held)
@@ -139,8 +148,28 @@ class RequestRecorder:
         )
         self.write(record, data, num_held)
 
-    def write(self, record: RecordedRequest, data: Sequence[bytes], num_held: int) -> None:
-        self.writer.put(RecordJob(self.state, self.metrics, record, data, num_held))
+    def write(self, record: RecordedRequest, data: Sequence[bytes] = (), num_held: int = 0) -> None:
+        """Hand a record to the thread. Its description may be of any size: what exceeds the bytes
+        that are held for the record already is held too, or the record is dropped."""
+        try:
+            description = encode_description(record)
+        except ValueError:
+            self.writer.give_back(num_held)
+            self.drop("not_encodable")
+            return
+        missing = max(0, len(description) + sum(map(len, data)) - num_held)
+        if num_held + missing > self.max_bytes or not self.writer.hold(missing):
+            self.writer.give_back(num_held)
+            self.drop("too_large" if num_held + missing > self.max_bytes else "queue_full")
+            return
+        num_held += missing
+        self.writer.put(RecordJob(self.state, self.metrics, description, data, num_held))
+
+    def is_hidden(self, tensor: Tensor) -> bool:
+        """Whether the bytes of a tensor must not be written."""
+        if tensor.name in self.redacted or tensor.datatype in self.redacted:
+            return True
+        return bool(self.declared) and tensor.name not in self.declared
 
     def arrival(self, received: float) -> float:
         """Return the wall-clock time of a moment of the monotonic clock."""
@@ -150,7 +179,7 @@ class RequestRecorder:
         return received + self._offset_s
 
     def _copies(self, tensors: Sequence[Tensor]) -> list[bytes]:
-        return [bytes(each.data) for each in tensors if each.name not in self.redacted]
+        return [bytes(each.data) for each in tensors if not self.is_hidden(each)]
 
     def _gap(self) -> int:
         """Return how many requests on the next recorded one is: geometric, so that clients that
@@ -224,8 +253,8 @@ class Recorders:
             ring = SegmentRing(self.folder / config.name, config.name, self.place)
             state = self._states[config.name] = RingState(ring, config.name)
         state.ring.policy = policy
-        redacted = redacted_names(config, policy)
-        return RequestRecorder(state, self.writer, metrics, config.version, policy, redacted)
+        names = redacted_names(config, policy), declared_names(config, policy)
+        return RequestRecorder(state, self.writer, metrics, config.version, policy, *names)
 
     def close(self) -> None:
         """Write what is queued, and let go of the folder. Blocks for a moment."""
@@ -241,6 +270,13 @@ def redacted_names(config: ModelConfig, policy: RecordPolicy) -> frozenset[str]:
     specs = (*config.inputs, *config.outputs)
     by_type = {spec.name for spec in specs if spec.datatype in policy.redact}
     return frozenset(policy.redact) | by_type
+
+
+def declared_names(config: ModelConfig, policy: RecordPolicy) -> frozenset[str]:
+    """Return the names of the model's tensors if some are redacted; otherwise nothing."""
+    if not set(policy.redact) - set(PARTS):
+        return frozenset()
+    return frozenset(spec.name for spec in (*config.inputs, *config.outputs))
 
 
 def hash_caller(caller: bytes) -> str:

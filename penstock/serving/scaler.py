@@ -59,6 +59,8 @@ class InstanceScaler:
         self._no_room_until = 0.0
         # What gives back the GPU memory that is reserved for an instance until it is loaded.
         self._reserved: dict[int, Callable[[], None]] = {}
+        # Instances for which room is being sought.
+        self._seeking: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.find_room: FindRoom | None = None
         self.is_cold = False
@@ -210,6 +212,10 @@ class InstanceScaler:
         if instance.device == CPU or self.find_room is None:
             self._supervisor.start_wanted(instance)
             return
+        if instance.index in self._seeking:
+            # It was dismissed and is wanted again.
+            return
+        self._seeking.add(instance.index)
         task = asyncio.get_running_loop().create_task(self._start_with_room(instance))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -217,7 +223,11 @@ class InstanceScaler:
     async def _start_with_room(self, instance: Instance) -> None:
         """Start a worker on a GPU, if the memory plan has room for it."""
         assert self.find_room is not None
-        release = await self.find_room(self._config.of_worker(instance.device, instance.num_slots))
+        config = self._config.of_worker(instance.device, instance.num_slots)
+        try:
+            release = await self.find_room(config)
+        finally:
+            self._seeking.discard(instance.index)
         if release is None:
             self._no_room_until = self._clock() + ROOM_AGAIN_S
             self._supervisor.dismiss(instance, "no GPU memory")

@@ -92,7 +92,8 @@ class ScalingPolicy:
     def decide(self, seen: Observation, now: float) -> ScalingDecision:
         current, idle_s = seen.instances.current, seen.arrivals.idle_s
         is_asked = seen.num_queued > 0 or idle_s < self._config.scale_to_zero_s
-        if self._least == 0 and (current == 0 and idle_s > SHORT_S and not seen.num_queued):
+        is_quiet = not is_asked or (idle_s > SHORT_S and not seen.num_queued)
+        if self._least == 0 and current == 0 and is_quiet:
             return ScalingDecision(0, f"no request for {idle_s:.0f} s")
         if self._least == 0 and current == 1 and not seen.instances.num_starting and not is_asked:
             return ScalingDecision(0, f"no request for {idle_s:.0f} s")
@@ -172,6 +173,9 @@ class ScalingPolicy:
         if not seen.times_s:
             return seen.busy * seen.instances.num_ready < BUSY * fewer
         rate = seen.arrivals.long * (1 + HYSTERESIS)
+        if rate <= 0:
+            # Even if fewer instances cannot answer a single request within the limit.
+            return True
         return self._model(seen).sustains(rate, self._num_slots * fewer)
 
     def _model(self, seen: Observation) -> ExecutorModel:

@@ -178,14 +178,15 @@ class ShardedVersion:
 
     def leave(self, shard: int) -> None:
         """Forget a shard that has ended, but not what it had counted."""
-        if (reading := dict(self._readings).get(shard)) is not None:
+        if (reading := self._readings.get(shard)) is not None:
             self._retired.append(reading)
             self._readings = {n: each for n, each in self._readings.items() if n != shard}
 
     def count(self, readings: Mapping[int, ModelReading]) -> None:
-        """Use what the shards have counted, by shard."""
-        self._readings = readings
-        self.num_waiting = sum(each.num_waiting for each in readings.values())
+        """Use what the shards have counted, by shard. One that is silent, and so is killed, keeps
+        its last reading until it has ended: counters must not go back."""
+        self._readings = {**self._readings, **readings}
+        self.num_waiting = sum(each.num_waiting for each in self._readings.values())
 
     def split_counts(self, rollout: int) -> SplitCounts:
         """Return what all shards have counted for the rollout of which this is the candidate."""
@@ -306,7 +307,7 @@ class ShardedModel(ShardedVersion):
 
     def count(self, readings: Mapping[int, ModelReading]) -> None:
         super().count(readings)
-        everything = [*self._retired, *readings.values()]
+        everything = [*self._retired, *self._readings.values()]
         self.metrics = self._sum(self._new_metrics(), [each.metrics for each in everything])
         self.stage_figures = []
         if len(self.stages) > 1:
@@ -316,7 +317,7 @@ class ShardedModel(ShardedVersion):
                 metrics.num_restarts, metrics.load_s = own.num_restarts, own.load_s
                 metrics.num_deaths = dict(own.num_deaths)
                 counted = [each.stages[index] for each in everything]
-                num_waiting = sum(each.stages_waiting[index] for each in readings.values())
+                num_waiting = sum(each.stages_waiting[index] for each in self._readings.values())
                 self.stage_figures.append((self._sum(metrics, counted), num_waiting))
 
     def explain(self) -> Explanation:
@@ -497,8 +498,14 @@ class Shards:
     async def read(self) -> None:
         """Read what all shards have counted. A shard that is killed loses what it has counted since
         the last time."""
+        sessions = dict(self._sessions)
         answers = await self.ask_all(frames.ReadModels())
-        readings = {shard: decode_readings(answer) for shard, answer in answers.items()}
+        # The last reading of a shard that has ended meanwhile was retired.
+        readings = {
+            shard: decode_readings(answer)
+            for shard, answer in answers.items()
+            if self._sessions.get(shard) is sessions[shard]
+        }
         for number, model in self._models.items():
             model.count({n: each[number] for n, each in readings.items() if number in each})
 

@@ -174,6 +174,7 @@ class Supervisor:
         instance.is_wanted = False
         if instance.child is None:
             return
+        instance.is_dismissed = True
         if not instance.is_ready:
             instance.child.life.kill()
         elif not instance.is_leaving:
@@ -215,7 +216,7 @@ class Supervisor:
     def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
         instance.started_at = self._loop.time()
-        instance.is_hung = instance.is_leaving = False
+        instance.is_hung = instance.is_leaving = instance.is_dismissed = False
         instance.life = next(self._lives)
         received, died = partial(self._receive, instance), partial(self._died, instance)
         instance.child = ChildProcess(self._loop, self._start_life, received, died)
@@ -293,8 +294,10 @@ class Supervisor:
         if instance.is_spare:
             self.spares.lose(instance, reason)
             return
-        if not instance.is_wanted:
+        if instance.is_dismissed or not instance.is_wanted:
             instance.crashes.recovered()
+            # It may be wanted again.
+            self._start(instance)
             return
         well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
         if is_excused:

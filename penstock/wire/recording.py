@@ -84,9 +84,17 @@ def encode_header(header: SegmentHeader) -> bytes:
     return b"".join((MAGIC, _LENGTH.pack(len(encoded)), encoded))
 
 
-def encode_record(record: RecordedRequest, data: Sequence[Buffer]) -> list[Buffer]:
+def encode_description(record: RecordedRequest) -> bytes:
+    """Encode a record without the bytes of its tensors. ValueError if it has an integer of more
+    than 64 bits, or nests too deeply, as JSON of clients may."""
+    try:
+        return _encode(record)
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"cannot be recorded: {error}") from None
+
+
+def encode_record(description: bytes, data: Sequence[Buffer]) -> list[Buffer]:
     """Return the parts of a record, to be written together. `data` are the bytes of its tensors."""
-    description = _encode(record)
     crc = zlib.crc32(description)
     num_bytes = 0
     for each in data:

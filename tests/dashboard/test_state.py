@@ -1,15 +1,29 @@
 """The state route: what each key may see, and that it is true."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from doubles import Puppets
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 
-from penstock.config import ModelConfig
-from penstock.dashboard.state import StateReader
+from penstock.config import ModelConfig, ScalingConfig
+from penstock.dashboard.state import StateReader, num_ready, num_wanted
 from penstock.protocols.gate import Gate
+from penstock.serving.model import Model
+from penstock.serving.scaling import Observation, ScalingDecision
+
+
+class Given:
+    """A controller that does as the test says."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def decide(self, seen: Observation, now: float) -> ScalingDecision:
+        return ScalingDecision(self.target, "the test says so")
 
 
 def labelled(config: ModelConfig, *labels: str) -> ModelConfig:
@@ -117,3 +131,30 @@ def test_no_secret_is_in_the_state(locked: PageServer) -> None:
     text = json.dumps(state_of(locked, **{"X-API-Key": SECRETS["both"]}))
     assert not any(secret in text for secret in SECRETS.values())
     assert "$PENSTOCK_API_KEY" in text
+
+
+def test_instances_that_follow_the_load_are_those_of_now() -> None:
+    scaling = ScalingConfig(0, 4)
+    config = replace(null_config("m", {"x": ("INT32", (2,))}), scaling=scaling)
+
+    async def scenario() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        assert model.host is not None
+        found = []
+        for target in (1, 3, 0):
+            model.host.scaler.policy = Given(target)
+            model.host.tick()
+            starting_now = num_wanted(model), num_ready(model)
+            await puppets.step_all()
+            found.append((*starting_now, num_wanted(model), num_ready(model)))
+        assert found == [(1, 1, 1, 1), (3, 1, 3, 3), (0, 3, 0, 0)]
+        closing = asyncio.ensure_future(model.close())
+        while not closing.done():
+            await puppets.step_all()
+        await closing
+
+    asyncio.run(scenario())

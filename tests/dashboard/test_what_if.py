@@ -1,6 +1,7 @@
 """Predictions for loaded models: from which times, for which models, and within limits."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 from penstock.config import LLM
 from penstock.dashboard import what_if
 from penstock.dashboard.what_if import LEARNT, MEASURED, WhatIf
-from penstock.errors import BackendFailed, NotReady, Unsupported
+from penstock.errors import BackendFailed, NotReady, Overloaded, Unsupported
 from penstock.protocols.gate import Gate
 from penstock.serving.metrics import BatchStatistics
 from penstock.wire.live import WhatIfBody
@@ -121,6 +122,41 @@ def test_one_prediction_runs_at_a_time(server: PageServer, monkeypatch: pytest.M
     go_on.set()
     first.join(60)
     assert answers[0][0] == 200
+
+
+def test_the_simulation_of_a_client_that_has_left_is_waited_for(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real, body = what_if.run, WhatIfBody("slo", 9.0)
+
+    def slow(job: object) -> object:
+        begun.set()
+        assert go_on.wait(60)
+        return real(job)
+
+    monkeypatch.setattr(what_if, "run", slow)
+
+    async def scenario() -> None:
+        predictions = WhatIf(server.catalog)
+        first = asyncio.ensure_future(predictions.predict(body))
+        assert await asyncio.to_thread(begun.wait, 60)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        try:
+            with pytest.raises(Overloaded, match="another prediction is running"):
+                await asyncio.wait_for(predictions.predict(body), 5)
+        finally:
+            go_on.set()
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(Overloaded):
+                    await predictions.predict(body)
+                    return
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
 
 
 def test_a_simulation_has_a_limit(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,21 @@ def test_errors_are_recorded_with_what_came_before(tmp_path: Path) -> None:
     assert entry.record.status == "BackendFailed" and entry.record.texts == ("an answer", "no")
 
 
+def test_what_was_asked_counts_towards_the_limits_before_it_has_tokens(tmp_path: Path) -> None:
+    found, asked = recorder(tmp_path), generation(Sink())
+    # A field that no template shows.
+    asked.asked = {"messages": [{"role": "user", "content": "hi", "note": "x" * 10**6}]}
+    tap(asked, found)
+    asked.sink.finished(TokenUsage(3, 3))
+    assert found.metrics.num_unrecorded["too_large"] == 1
+    asked = generation(Sink())
+    asked.asked = {"messages": [{"role": "user", "content": "hi", "seed": 1 << 70}]}
+    tap(asked, found)
+    asked.sink.finished(TokenUsage(3, 3))
+    assert found.metrics.num_unrecorded["not_encodable"] == 1
+    assert found.writer.hold(MAX_HELD_BYTES), "nothing is held any more"
+
+
 def test_redacted_texts_are_nowhere_in_the_file(tmp_path: Path) -> None:
     run(recorder(tmp_path, "text_input", "text_output"), Sink())
     (file,) = (tmp_path / "llm").iterdir()

@@ -130,6 +130,9 @@ class TestEvidence:
         assert found.rate == 1000.0 and found.queue_s is None
         with pytest.raises(ConfigError, match="its evidence has no rate; measure one with"):
             replica_of({"slo": self.SLO, "outcome": "missed"}, GPU)
+        slow = {**self.TIMES, "seconds": {"0": {"1": 0.05, "128": 0.06}}}
+        with pytest.raises(ConfigError, match="encoder/1: .* cannot keep p99 < 20 ms at any rate"):
+            replica_of({"slo": "p99 < 20 ms", "batch_times": slow}, GPU)
         with pytest.raises(ConfigError, match="evidence.batch_times: "):
             replica_of({"slo": self.SLO, "batch_times": {"seconds": 3}}, GPU)
 

@@ -11,6 +11,7 @@ from doubles import FakeClock, Puppets, RecordingSink, settle
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, ScalingConfig
 from penstock.errors import InvalidRequest, NotReady, Overloaded
 from penstock.serving.model import Model
+from penstock.serving.scaling import Observation, ScalingDecision
 from penstock.types import Request, TensorSpec, from_array
 
 SLO_S = 0.2
@@ -28,6 +29,16 @@ FIXED = ModelConfig(
 )
 SLO = replace(FIXED, batching=replace(FIXED.batching, slo_latency_s=SLO_S))
 BOTH = pytest.mark.parametrize("config", [FIXED, SLO], ids=["fixed", "slo"])
+
+
+class Given:
+    """A controller that does as the test says."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+
+    def decide(self, seen: Observation, now: float) -> ScalingDecision:
+        return ScalingDecision(self.target, "the test says so")
 
 
 class Sleeper:
@@ -232,6 +243,78 @@ def test_a_request_that_comes_while_the_last_instance_leaves_is_answered(config)
         await sleeper.tick(2)
         assert request.sink.error is None
         assert len(sleeper.puppets.alive) == 1
+
+    run(config, scenario)
+
+
+@BOTH
+def test_a_request_that_was_queued_when_the_last_instance_had_to_leave_starts_another(config):
+    """The core decides by reports that may be half a second old."""
+
+    async def scenario(sleeper):
+        scaler, batcher = sleeper.model.host.scaler, sleeper.model.batcher
+        begun = []
+        begin_cold_start = batcher.begin_cold_start
+
+        def note(expected_s: float, now: float) -> None:
+            begun.append(now)
+            begin_cold_start(expected_s, now)
+
+        batcher.begin_cold_start = note
+        requests = [sleeper.send() for _ in range(7)]
+        assert sleeper.model.num_waiting > 0
+        scaler.policy = Given(0)
+        sleeper.model.host.tick()
+        assert begun == [sleeper.clock()], "the time limit of what is queued does not run"
+        assert scaler.decision.target == 1, "no tick is waited for"
+        scaler.policy = Given(1)
+        await sleeper.tick(4)
+        assert [each.sink.error for each in requests] == [None] * 7
+
+    run(config, scenario)
+
+
+@BOTH
+def test_an_instance_for_refused_requests_waits_for_their_return(config):
+    async def scenario(sleeper):
+        scaler = sleeper.model.host.scaler
+        scaler.starts.append(42.0)
+        await sleeper.sleep()
+        assert isinstance(sleeper.send().sink.error, NotReady)
+        await sleeper.tick(80, works=False)
+        assert sleeper.model.is_cold
+        await sleeper.puppets.step_all()
+        await sleeper.tick(110)
+        assert not sleeper.model.is_cold, "the time without requests begins when it is ready"
+        again = sleeper.send()
+        await sleeper.puppets.step_all()
+        assert again.sink.error is None
+
+    run(config, scenario)
+
+
+@BOTH
+def test_an_instance_that_is_needed_again_while_it_leaves_has_not_crashed(config, caplog):
+    """Otherwise a model that goes to sleep soon would start later and later."""
+
+    async def scenario(sleeper):
+        host, loop = sleeper.model.host, asyncio.get_running_loop()
+        for _ in range(4):
+            host.scaler.policy = Given(0)
+            sleeper.model.host.tick()
+            host.scaler.policy = Given(1)
+            request = sleeper.send()
+            until = loop.time() + 30
+            while not request.is_done:
+                await sleeper.puppets.step_all()
+                assert loop.time() < until
+            assert request.sink.error is None
+            # It may have been answered by the one that leaves.
+            await sleeper.tick(3)
+        (instance,) = host.instances
+        assert instance.crashes.num_deaths == 0
+        assert sleeper.model.metrics.num_restarts == 0
+        assert not any("restart in" in each.getMessage() for each in caplog.records)
 
     run(config, scenario)
 

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.serving.drift import (
+    DISTANCE_LIMIT,
     MIN_ROWS,
     WINDOW_S,
     DriftMonitor,
@@ -108,6 +109,19 @@ def test_drift_after_a_long_time_is_seen_within_seconds_and_ends() -> None:
     assert "inputs are like those of the evidence" in stream.monitor.notes[0]
 
 
+def test_an_alarm_stays_until_the_figures_are_within_their_limits() -> None:
+    stream = Stream(normal(1000, 1))
+    stream.send(normal(1200, 2, shift=0.9))
+    assert [each.is_alarm for each in stream.changes] == [True]
+    distances = []
+    while stream.state.is_alarm:
+        stream.send(normal(20, len(distances)))
+        distances.append(stream.state.distance)
+    *before, last = distances
+    assert min(before) > DISTANCE_LIMIT >= last
+    assert [each.is_alarm for each in stream.changes] == [True, False]
+
+
 def test_few_rows_are_kept_however_old_they_are() -> None:
     stream = Stream(normal(1000, 1))
     for number in range(300):
@@ -116,6 +130,20 @@ def test_few_rows_are_kept_however_old_they_are() -> None:
             report(stream.known, normal(1, number, shift=6.0)), stream.now
         )
     assert [each.is_alarm for each in stream.changes] == [True]
+
+
+def test_the_figures_are_those_of_the_window_alone() -> None:
+    before, after = normal(4000, 1, 0.3), normal(int(20 * WINDOW_S) + 20, 2)
+    stream, fresh = Stream(normal(500, 0)), Stream(normal(500, 0))
+    stream.send(before)
+    stream.send(after)
+    fresh.send(after)
+    assert stream.state.outside_share == fresh.state.outside_share
+    assert stream.state.distance == pytest.approx(fresh.state.distance, abs=1e-9)
+    for each in (stream, fresh):
+        each.send(normal(1200, 3, 0.9))
+    alarms = [[each.num_rows for each in known.changes] for known in (stream, fresh)]
+    assert alarms[0] == [count + len(before) for count in alarms[1]] != []
 
 
 def test_a_slight_change_is_no_drift() -> None:

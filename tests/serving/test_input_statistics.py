@@ -1,5 +1,7 @@
 """Statistics of inputs: what is collected from data, and what a worker compares with."""
 
+import json
+
 import msgspec
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from penstock.serving.padding import bf16_bits
 from penstock.types import TensorSpec
 
 FLOATS = TensorSpec("x", "FP32", (4,))
+DOUBLES = TensorSpec("x", "FP64", (4,))
 TOKENS = TensorSpec("ids", "INT64", (-1,))
 TEXT = TensorSpec("s", "BYTES", (1,))
 
@@ -41,6 +44,15 @@ def test_figures_of_floats() -> None:
     # The first row has three finite values, the second only threes.
     assert found.shares == pytest.approx((1 / 6, 1 / 3, 1 / 2, 1.0))
     assert found.deviations == pytest.approx((1 / 6, 1 / 3, 1 / 2, 0.0))
+
+
+@pytest.mark.parametrize("strangest", [[1e308], [-1e308], [1e308, -1e308]])
+def test_the_largest_doubles_do_not_spoil_the_evidence(strangest: list[float]) -> None:
+    rows = [{"x": np.array([1.0, 2.0, *strangest])} for _ in range(20)]
+    statistics = msgspec.to_builtins(collect([WatchedInput(DOUBLES)], rows))
+    written = json.loads(json.dumps({"input_statistics": statistics}, allow_nan=False))
+    (found,) = references(config(DOUBLES), written)
+    assert found.low <= min(strangest) and found.high >= max(strangest)
 
 
 def test_edges_are_quantiles() -> None:

@@ -711,3 +711,12 @@ def test_blocking_calls_in_a_callback_are_refused(tmp_path: Path, call: str) -> 
             )
         )
         assert chained.result(timeout=60)["y"].tolist() == [[2, 2]]
+
+
+def test_the_number_of_instances_does_not_follow_the_load(tmp_path: Path) -> None:
+    """Instances are threads of the caller's process."""
+    limits = parameter("penstock.min_instances", "0") + parameter("penstock.max_instances", "3")
+    config = f"{NULL}instance_group {{ count: 2 kind: KIND_CPU }}\n{limits}"
+    with LocalModel(model_folder(tmp_path, config)) as model:
+        assert (model.config.num_instances, model.config.max_instances) == (2, 2)
+        assert not model.config.is_scaled

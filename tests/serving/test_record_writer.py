@@ -23,6 +23,7 @@ from penstock.wire.recording import (
     RecordedRequest,
     SegmentHeader,
     decode_records,
+    encode_description,
     encode_header,
 )
 
@@ -55,7 +56,7 @@ def new_metrics() -> ModelMetrics:
 
 def job(state: RingState, metrics: ModelMetrics, number: int = 0, held: int = 10) -> RecordJob:
     record = RecordedRequest(float(number), str(number), "1", OK, 0.0, "")
-    return RecordJob(state, metrics, record, [], held)
+    return RecordJob(state, metrics, encode_description(record), [], held)
 
 
 def test_records_are_written_in_order_before_the_end() -> None:
@@ -120,6 +121,23 @@ def test_a_full_disk_stops_with_one_line_and_is_tried_again(
         writer.close()
         assert metrics.num_record_stopped == 0
         assert [each.levelname for each in caplog.records] == ["ERROR", "INFO"]
+
+
+def test_when_a_disk_has_room_again_no_version_of_the_model_is_shown_as_stopped() -> None:
+    ring, clock = FakeRing(), FakeClock()
+    old, new = new_metrics(), new_metrics()
+    state, writer = RingState(ring, "m"), RecordWriter(clock)
+    ring.is_full = True
+    for metrics in (old, new):
+        writer.put(job(state, metrics))
+    writer.start()
+    wait_until(lambda: new.num_unrecorded["disk"] == 1)
+    assert (old.num_record_stopped, new.num_record_stopped) == (1, 1)
+    ring.is_full = False
+    clock.advance(RETRY_S)
+    writer.put(job(state, new))
+    writer.close()
+    assert (old.num_record_stopped, new.num_record_stopped) == (0, 0)
 
 
 def test_one_model_on_a_full_disk_does_not_stop_another() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from penstock.config import RecordPolicy
 from penstock.errors import ConfigError
 from penstock.serving.recording_files import RingPlace, SegmentRing, claim_folder
+from penstock.wire.recording import MAGIC
 
 KB = 1000
 
@@ -126,6 +128,36 @@ def test_a_full_disk_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     made.write([b"again"])
     assert sum(sizes(tmp_path)) > sum(before)
+
+
+def test_a_segment_has_its_header_even_if_an_old_one_could_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        made = ring(tmp_path)
+        made.write([bytes(40 * KB)])
+        made.close()
+    made = ring(tmp_path)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patched, pytest.raises(PermissionError):
+        patched.setattr(Path, "unlink", refuse)
+        made.write([bytes(40 * KB)])
+    made.write([b"again"])
+    newest = max((tmp_path / "m").iterdir(), key=lambda path: path.name)
+    assert newest.read_bytes().startswith(MAGIC) and newest.read_bytes().endswith(b"again")
+
+
+def test_a_folder_that_was_removed_is_created_again(tmp_path: Path) -> None:
+    made = ring(tmp_path)
+    made.write([b"first"])
+    shutil.rmtree(tmp_path / "m")
+    for _ in range(20):
+        made.write([bytes(KB)])
+    assert sum(sizes(tmp_path)) >= 10 * KB
+    assert (tmp_path / "m").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_has_one_server(tmp_path: Path) -> None:

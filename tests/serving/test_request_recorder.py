@@ -122,6 +122,26 @@ def test_redacted_values_are_nowhere_in_the_folder(tmp_path: Path, redact: tuple
     assert found.redacted == ["s"]
 
 
+@pytest.mark.parametrize("redact", [("s",), ("BYTES",)])
+def test_tensors_that_the_model_does_not_have_are_redacted_too(
+    tmp_path: Path, redact: tuple[str]
+) -> None:
+    """A client that misspells a name sends the same secret."""
+    x, text = np.zeros((1, 2), "f4"), np.array([[b"very-secret-text"]], object)
+    wrong = [tensor("x", "FP32", x), tensor("S", "BYTES", text)]
+    config = replace(CONFIG, record=replace(POLICY, redact=redact))
+    found = recorded(config, tmp_path, [Request(RecordingSink(), wrong, 10.0)])
+    assert [each.record.status for each in found.entries] == ["InvalidRequest"]
+    assert found.redacted == ["S"] and b"very-secret-text" not in raw_bytes(tmp_path)
+
+
+def test_a_redacted_datatype_is_that_of_the_request(tmp_path: Path) -> None:
+    text = tensor("x", "BYTES", np.array([[b"very-secret-text"]], object))
+    config = replace(CONFIG, record=replace(POLICY, redact=("BYTES",)))
+    serve(config, tmp_path, [Request(RecordingSink(), [text], 10.0)])
+    assert b"very-secret-text" not in raw_bytes(tmp_path)
+
+
 def test_id_and_parameters_can_be_redacted(tmp_path: Path) -> None:
     config = replace(CONFIG, record=replace(POLICY, redact=("id", "parameters")))
     (entry,) = recorded(config, tmp_path, [request(7.0)]).entries
@@ -148,6 +168,38 @@ def recorder(
     return RequestRecorder(
         RingState(ring, "m"), writer, metrics, "1", policy, frozenset(), random=random.Random(1)
     )
+
+
+def answered(found: RequestRecorder, asked: Request) -> None:
+    """Record a request that is refused; its client gets its answer."""
+    sink = asked.sink
+    found.see(asked)
+    assert asked.respond(InvalidRequest("no")) and sink.num_final == 1
+
+
+def test_long_parameters_count_towards_the_limits() -> None:
+    found, long, many = recorder(), request(1.0), request(2.0)
+    long.parameters = {"text": "a" * found.max_bytes}
+    answered(found, long)
+    assert found.metrics.num_unrecorded["too_large"] == 1
+    assert found.writer.hold(MAX_HELD_BYTES - 20_000)
+    many.parameters = {"text": "a" * 50_000}
+    answered(found, many)
+    assert found.metrics.num_unrecorded["queue_full"] == 1
+    found.writer.give_back(MAX_HELD_BYTES - 20_000)
+    assert found.writer.hold(MAX_HELD_BYTES), "nothing is held any more"
+
+
+def test_a_number_that_a_record_cannot_hold_drops_one_request(tmp_path: Path) -> None:
+    found, wrong = recorder(folder=tmp_path / "m"), request(1.0)
+    wrong.parameters = {"seed": 1 << 70}
+    answered(found, wrong)
+    assert found.metrics.num_unrecorded["not_encodable"] == 1
+    answered(found, request(2.0))
+    found.writer.start()
+    found.writer.close()
+    assert [each.record.id for each in open_recording(tmp_path).entries] == ["r2"]
+    assert found.writer.hold(MAX_HELD_BYTES)
 
 
 def test_the_share_is_kept_on_average() -> None:

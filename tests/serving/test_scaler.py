@@ -340,6 +340,29 @@ class TestGpus:
         config = replace(self.CONFIG, scaling=replace(ECHO.scaling, max_instances=2))
         run(scenario, config)
 
+    def test_memory_is_reserved_once_if_the_load_changes_while_room_is_sought(self):
+        may_find, held = asyncio.Event(), []
+
+        async def find_room(config: ModelConfig) -> Callable[[], None]:
+            await may_find.wait()
+            held.append(config)
+            return held.pop
+
+        async def scenario(scaled):
+            scaler = scaled.host.scaler
+            scaler.find_room, scaler.policy = find_room, Given(1)
+            await scaled.tick(3)
+            assert scaled.states == ["ready"]
+            for target in (2, 1, 2):
+                scaler.policy = Given(target)
+                await scaled.tick()
+            may_find.set()
+            await scaled.tick(3)
+            assert scaled.states == ["ready", "ready"]
+            assert held == [], "the worker has its memory"
+
+        run(scenario, replace(self.CONFIG, scaling=replace(ECHO.scaling, max_instances=2)))
+
     def test_slots_of_one_worker_are_scaled_together(self):
         """Two instances on a GPU share a worker and its weights: either both run or none."""
         config = replace(

@@ -143,6 +143,25 @@ def test_several_idle_instances_go_one_by_one_before_the_last():
     assert controller.decide(seen(0.0, 1), 10.5).target == 0
 
 
+def test_without_requests_one_instance_is_enough_even_if_it_cannot_keep_the_slo():
+    slow = {1: 0.3, 2: 0.31, 4: 0.32}
+    model = ExecutorModel.of(BATCHING, slow)
+    assert model.max_rate(1) == 0 < model.max_rate(3)
+    controller, current = policy(0, scale_to_zero_s=60.0, scale_down_s=5.0), 3
+    for now in range(20):
+        current = controller.decide(replace(seen(0.0, current), times_s=slow), float(now)).target
+    assert current == 0
+    assert policy().decide(replace(seen(1.0, 1), times_s=slow), 0.0).target > 1
+
+
+def test_an_instance_that_was_stopped_soon_after_a_request_stays_stopped():
+    controller = policy(0, scale_to_zero_s=1.0)
+    idle = replace(seen(0.0, 1), arrivals=Arrivals(0.1, 0.1, 1.0, 1.0))
+    assert controller.decide(idle, 0.0).target == 0
+    after = replace(seen(0.0, 0), arrivals=Arrivals(0.1, 0.1, 1.0, 1.5))
+    assert controller.decide(after, 0.5).target == 0
+
+
 def test_without_batch_times_the_busy_share_decides():
     busy = replace(seen(5.0, 4, busy=0.9), times_s={})
     decision = policy().decide(busy, 0.0)

@@ -307,6 +307,46 @@ def test_a_shard_that_does_not_answer_is_killed_and_does_not_hold_up_a_load(monk
     run(scenario)
 
 
+def test_a_killed_shard_keeps_what_it_has_counted_before_it_has_ended():
+    async def scenario(server):
+        await server.load(ECHO)
+        assert await server.answers(*(server.send(n % 2, n) for n in range(6))) == list(range(6))
+        await server.catalog.refresh()
+        model = server.catalog.find("echo")
+        assert model.metrics.num_success == 6
+        server.sessions[0].kill()
+        await server.catalog.refresh()
+        assert model.metrics.num_success == 6
+        await server.run(server.sessions[0].end())
+        await server.catalog.refresh()
+        assert model.metrics.num_success == 6
+
+    run(scenario)
+
+
+def test_a_shard_that_ends_while_others_are_read_counts_once():
+    async def scenario(server):
+        await server.load(ECHO)
+        assert await server.answers(*(server.send(n % 2, n) for n in range(6))) == list(range(6))
+        await server.catalog.refresh()
+        model, last = server.catalog.find("echo"), server.sessions[1]
+        may_answer, ask = asyncio.Event(), last.ask
+
+        async def ask_later(question: frames.ShardQuestion) -> bytes:
+            await may_answer.wait()
+            return await ask(question)
+
+        last.ask = ask_later
+        reading = asyncio.ensure_future(server.catalog.refresh())
+        await settle()
+        await server.run(server.sessions[0].end())
+        may_answer.set()
+        await server.run(reading)
+        assert model.metrics.num_success == 6
+
+    run(scenario)
+
+
 async def kill_when_running(server: Server, *requests: Request, has_started: bool = True) -> None:
     """Kill the worker once all of these are with it, and none has been answered."""
     running = set(requests)

@@ -10,6 +10,7 @@ from penstock.wire.recording import (
     decode_header,
     decode_records,
     describe,
+    encode_description,
     encode_header,
     encode_record,
 )
@@ -20,7 +21,7 @@ HEADER = SegmentHeader("m", 1, 0.5, 1000.0)
 def record(number: int, data: bytes = b"abcd") -> bytes:
     tensor = describe(Tensor("x", "UINT8", (len(data),), data))
     made = RecordedRequest(1000.0 + number, str(number), "1", OK, 0.01, "", inputs=(tensor,))
-    return b"".join(encode_record(made, [data]))
+    return b"".join(encode_record(encode_description(made), [data]))
 
 
 def segment(*records: bytes) -> bytes:
