@@ -25,7 +25,7 @@ from penstock.api.export_options import (
 from penstock.benchmark.run_files import write_text
 from penstock.errors import CommandLineError, ConfigError
 from penstock.export import helm, kserve, kubernetes, workload
-from penstock.export.names import name_problem, parse_memory
+from penstock.export.names import name_problem, namespace_problem, parse_memory
 from penstock.export.settings import (
     KEYS_FILE,
     METRICS_KEY,
@@ -162,9 +162,10 @@ def _settings(
     if options.max_replicas < options.min_replicas:
         limits = f"{options.min_replicas} and --max-replicas {options.max_replicas}"
         problems.append(f"--min-replicas {limits} contradict each other")
-    for flag, text in (("--name", options.name), ("--namespace", namespace)):
-        if text and (problem := name_problem(text)):
-            problems.append(f"{flag}: {problem}")
+    if options.name and (problem := name_problem(options.name)):
+        problems.append(f"--name: {problem}")
+    if problem := namespace_problem(namespace):
+        problems.append(f"--namespace: {problem}")
     if options.insecure and options.keys_secret:
         problems.append("--insecure and --keys-secret contradict each other; leave one of them out")
     monitoring, monitor_labels = "", tuple[tuple[str, str], ...]()
