@@ -71,7 +71,8 @@ def read_needs(config: ModelConfig) -> ModelNeeds:
     measured = _mapping(evidence.get("measured"))
     hardware = _mapping(evidence.get("hardware"))
     memory = _positive(measured.get("memory_bytes"))
-    gpu_memory = _positive(evidence.get(GPU_MEMORY))
+    of_one = _instance_gpu_bytes(config, _positive(evidence.get(GPU_MEMORY)))
+    num_on_gpus = sum(device != CPU for device in config.devices)
     is_llm = config.engine == LLM
     return ModelNeeds(
         config.name,
@@ -85,7 +86,8 @@ def read_needs(config: ModelConfig) -> ModelNeeds:
         memory_bytes=None if memory is None else round(memory),
         memory_limit_bytes=config.memory_bytes,
         num_gpus=_num_gpus(config.devices),
-        gpu_memory_bytes=_gpu_bytes(config, gpu_memory),
+        gpu_memory_bytes=None if of_one is None else of_one * num_on_gpus,
+        instance_gpu_bytes=of_one,
         slo_latency_s=config.batching.slo_latency_s,
         rate_per_s=_rate(config, measured),
     )
@@ -101,10 +103,11 @@ def _cores(config: ModelConfig, measured: float | None) -> int | None:
     return cores_of([config], round(measured or 1))
 
 
-def _gpu_bytes(config: ModelConfig, measured: float | None) -> int | None:
-    of_one = config.gpu_memory_bytes if measured is None else round(measured)
-    num_instances = sum(device != CPU for device in config.devices)
-    return None if of_one is None or not num_instances else of_one * num_instances
+def _instance_gpu_bytes(config: ModelConfig, measured: float | None) -> int | None:
+    """Return the GPU memory of one instance; None if it is unknown, or all are on the CPU."""
+    if not config.uses_gpu:
+        return None
+    return config.gpu_memory_bytes if measured is None else round(measured)
 
 
 def _num_gpus(devices: Sequence[str]) -> int:

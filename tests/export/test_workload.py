@@ -131,3 +131,16 @@ def test_only_files_are_exported() -> None:
         read("http://127.0.0.1:8000")
     with pytest.raises(ConfigError, match="a factory of PyTorch modules; expected a file or"):
         read("package.module:factory")
+
+
+def test_gpu_memory_is_that_of_each_instance_and_of_all() -> None:
+    [config] = resolve(str(EXAMPLES / "text_length")).read().configs
+    on_gpus = replace(config, gpu_memory_bytes=5 << 30).on(["cuda:0", "cuda:1", "cuda:1"])
+    found = workload.read_needs(on_gpus)
+    assert (found.num_gpus, found.gpu_memory_bytes, found.instance_gpu_bytes) == (
+        2,
+        15 << 30,
+        5 << 30,
+    )
+    on_cpu = workload.read_needs(replace(config, gpu_memory_bytes=5 << 30))
+    assert (on_cpu.num_gpus, on_cpu.gpu_memory_bytes, on_cpu.instance_gpu_bytes) == (0, None, None)
