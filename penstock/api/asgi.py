@@ -75,6 +75,8 @@ class AsgiApp:
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
+        if self._http is not None:
+            self._http.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:

@@ -69,6 +69,7 @@ class ClusterApp:
         if self._watching is not None:
             self._watching.cancel()
         await self._v2.close()
+        self._http.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     def _use_keys(self, keys: Keys) -> None:

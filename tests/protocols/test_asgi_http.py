@@ -397,6 +397,26 @@ async def test_a_host_that_says_that_the_client_is_gone_ends_the_request() -> No
     assert handler.num_abandoned == 1
 
 
+async def test_closing_answers_what_has_no_answer() -> None:
+    """Its handlers are gone, and the host waits for the application."""
+    held: list[Exchange] = []
+    http = AsgiHttp(V2Http(StubRouter(held.append), LIMITS, Gate()), LIMITS)
+    asking = asyncio.create_task(AsgiClient(http.answer).ask("GET", "/v2"))
+    handler = Streamed()
+    streams = AsgiHttp(V2Http(StubRouter(handler), LIMITS, Gate()), LIMITS)
+    streaming = asyncio.create_task(AsgiClient(streams.answer).ask("GET", "/v2"))
+    await asyncio.sleep(0)
+    assert held and handler.exchange is not None
+    http.close()
+    streams.close()
+    async with asyncio.timeout(60):
+        answer = await asking
+        assert (answer.status, answer.body) == (503, b'{"error":"the server is shutting down"}')
+        with pytest.raises(AnswerCut):
+            await streaming
+    http.close()
+
+
 async def test_a_bug_of_a_handler_gets_500(caplog: pytest.LogCaptureFixture) -> None:
     def handle(exchange: Exchange) -> None:
         raise struct.error("a bug")

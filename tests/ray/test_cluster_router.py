@@ -159,6 +159,30 @@ def test_a_client_that_leaves_cancels_its_call() -> None:
     run(test)
 
 
+class Stuck(LocalHandle):
+    """Calls wait as those of Ray do that find no replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_called = asyncio.Event()
+
+    async def call(self, data: bytes, prefix: Any = ()) -> bytes:
+        self.is_called.set()
+        await asyncio.sleep(600)
+        return b""
+
+
+def test_calls_that_run_when_the_application_ends_are_answered() -> None:
+    async def test() -> None:
+        handle = Stuck()
+        async with cluster({"identity": handle}) as app:
+            asking = asyncio.create_task(AsgiClient(app).ask("POST", INFER, BODY))
+            await handle.is_called.wait()
+        assert (await asking).status == 503
+
+    run(test)
+
+
 def test_keys_are_checked_here_and_only_their_digest_goes_on(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[key]]\nsecret = "a secret of some length"\nscopes = ["infer"]\n')
