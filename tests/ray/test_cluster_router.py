@@ -17,7 +17,9 @@ from text_server import NAME, write_model
 
 from penstock.protocols.asgi_http import AnswerEvents, AsgiExchange
 from penstock.protocols.http_reader import MessageHead
+from penstock.ray import cluster_models
 from penstock.ray import replica as replica_module
+from penstock.ray.cluster_messages import ClusterAnswer, encode_answer
 from penstock.ray.cluster_router import to_call
 from penstock.ray.prefixes import hash_blocks
 
@@ -179,6 +181,29 @@ def test_calls_that_run_when_the_application_ends_are_answered() -> None:
             asking = asyncio.create_task(AsgiClient(app).ask("POST", INFER, BODY))
             await handle.is_called.wait()
         assert (await asking).status == 503
+
+    run(test)
+
+
+class Quick(LocalHandle):
+    """Answers without a replica."""
+
+    async def call(self, data: bytes, prefix: Any = ()) -> bytes:
+        return encode_answer(ClusterAnswer(memoryview(b'{"versions":["1"],"data":[{"id":"a"}]}')))
+
+
+def test_lists_do_not_wait_for_a_model_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_models, "READY_TIMEOUT_S", 0.01)
+
+    async def test() -> None:
+        models = {"quick": Quick(), "stuck": Stuck(), "gone": LocalHandle()}
+        async with cluster(models) as app:
+            client = AsgiClient(app)
+            index = json.loads((await client.ask("POST", "/v2/repository/index")).body)
+            states = {row["name"]: row["state"] for row in index}
+            assert states == {"gone": "UNAVAILABLE", "quick": "READY", "stuck": "UNAVAILABLE"}
+            listed = json.loads((await client.ask("GET", "/v1/models")).body)
+            assert listed == {"object": "list", "data": [{"id": "a"}]}
 
     run(test)
 
