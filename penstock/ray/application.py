@@ -17,7 +17,7 @@ from penstock.export.ray_plan import INGRESS, SERVER, ReplicaPlan, plan_model
 from penstock.export.workload import read_needs
 from penstock.protocols.key_file import KeyFile
 from penstock.ray.evidence_check import read_manifest
-from penstock.ray.ingress import Ingress, IngressSpec
+from penstock.ray.ingress import Ingress, IngressSpec, check_no_quotas
 from penstock.ray.replica import ModelReplica, ReplicaSpec, read_versions
 from penstock.repository import layout
 from penstock.repository.model_source import resolve
@@ -268,11 +268,11 @@ def check_options(options: RayOptions, versions: Mapping[str, Sequence[str]]) ->
     """Raise ConfigError for API keys that cannot be read, and for what one server does but a
     cluster does not."""
     problems: list[str] = []
-    if options.api_keys and KeyFile(Path(options.api_keys)).read().quotas:
-        problems.append(
-            f"{options.api_keys}: has quotas, which are counted by one server; remove them, or "
-            "let a gateway before the cluster apply them"
-        )
+    if options.api_keys:
+        try:
+            check_no_quotas(options.api_keys, KeyFile(Path(options.api_keys)).read())
+        except ConfigError as error:
+            problems += error.problems
     is_guarded = options.api_keys or options.insecure
     if not is_guarded and not is_loopback(options.host):
         problems.append(

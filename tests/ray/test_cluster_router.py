@@ -15,6 +15,8 @@ from asgi_client import AsgiAnswer, AsgiClient
 from ray_doubles import LocalHandle, cluster, run, started_replica
 from text_server import NAME, write_model
 
+from penstock.errors import ConfigError
+from penstock.protocols import key_file
 from penstock.protocols.asgi_http import AnswerEvents, AsgiExchange
 from penstock.protocols.http_reader import MessageHead
 from penstock.ray import cluster_models
@@ -235,6 +237,29 @@ def test_keys_are_checked_here_and_only_their_digest_goes_on(tmp_path: Path) -> 
         assert len(call.headers[b"x-api-key"]) == 64
 
     run(look)
+
+
+def test_keys_that_get_quotas_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(key_file, "WATCH_S", 0.001)
+    path = tmp_path / "keys.toml"
+    key = '[[key]]\nsecret = "a secret of some length"\nscopes = ["infer"]\n'
+    path.write_text(key)
+
+    async def test() -> None:
+        async with cluster({"identity": LocalHandle()}, api_keys=str(path)) as app:
+            before = app.gate.keys
+            path.write_text(f"{key}requests_per_s = 1\n")
+            while "quotas" not in caplog.text:
+                assert app.gate.keys is before
+                await asyncio.sleep(0.001)
+            assert app.gate.keys is before
+        with pytest.raises(ConfigError, match="has quotas"):
+            async with cluster({"identity": LocalHandle()}, api_keys=str(path)):
+                pass
+
+    run(test)
 
 
 @asynccontextmanager
