@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,13 +76,17 @@ def export_kubernetes(model: str, options: KubernetesOptions) -> Exported:
     settings = _deployment_settings(found, options, options.name or found.name, options.namespace)
     every = kubernetes.chosen(kubernetes.documents(settings))
     files = {each.file: dump(each.body, [_mark("kubernetes"), *each.comments]) for each in every}
-    target = "-" if options.out == STDOUT else options.out
-    commands = [*_secret_command(settings), f"kubectl apply --filename {target}"]
+    commands = [
+        *_secret_command(settings),
+        shlex.join(["kubectl", "apply", "--filename", options.out]),
+    ]
     return _write(_Target(options.out, "kubernetes"), files, settings.sizing, found, commands)
 
 
 def export_helm(model: str, options: HelmOptions) -> Exported:
     """Write a Helm chart of the same documents."""
+    if options.out == STDOUT:
+        raise CommandLineError(["--out -: a chart has several files; expected a folder"])
     found = workload.read(resolve(model))
     name = options.name or found.name
     settings = _deployment_settings(found, options, RELEASE, NAMESPACE)
@@ -89,7 +94,7 @@ def export_helm(model: str, options: HelmOptions) -> Exported:
     chart = helm.chart(settings, documents, name, penstock.__version__)
     files = {path: _marked(path, text) for path, text in chart.items()}
     named = _deployment_settings(found, options, name, "default")
-    commands = [*_secret_command(named), f"helm install {name} {options.out}"]
+    commands = [*_secret_command(named), shlex.join(["helm", "install", name, options.out])]
     return _write(_Target(options.out, "helm"), files, settings.sizing, found, commands)
 
 
@@ -103,8 +108,10 @@ def export_kserve(model: str, options: KserveOptions) -> Exported:
     )
     documents = kserve.documents(settings, options.storage_uri)
     files = {each.file: dump(each.body, [_mark("kserve"), *each.comments]) for each in documents}
-    target = "-" if options.out == STDOUT else options.out
-    commands = [*_secret_command(settings), f"kubectl apply --filename {target}"]
+    commands = [
+        *_secret_command(settings),
+        shlex.join(["kubectl", "apply", "--filename", options.out]),
+    ]
     return _write(_Target(options.out, "kserve"), files, settings.sizing, found, commands)
 
 
@@ -217,9 +224,9 @@ def _secret_command(settings: ClusterSettings) -> list[str]:
     """Return the command that makes the Secret of API keys, whose values only the user knows."""
     if not settings.keys_secret:
         return []
-    entries = f"--from-file={KEYS_FILE} --from-literal={METRICS_KEY}=SECRET_OF_A_METRICS_KEY"
-    where = f"--namespace {settings.namespace}"
-    return [f"kubectl create secret generic {settings.keys_secret} {where} {entries}"]
+    name, where = settings.keys_secret, ["--namespace", settings.namespace]
+    entries = [f"--from-file={KEYS_FILE}", f"--from-literal={METRICS_KEY}=SECRET_OF_A_METRICS_KEY"]
+    return [shlex.join(["kubectl", "create", "secret", "generic", name, *where, *entries])]
 
 
 def _mark(form: str) -> str:

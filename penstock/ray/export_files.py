@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def export_ray(repository: str, out: str, options: RayOptions) -> ExportedRay:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
     for name, text in files.items():
         write_text(text, folder / name)
-    command = f"cd {out} && serve run {ray_files.CONFIG}"
+    command = f"cd {shlex.quote(out)} && serve run {ray_files.CONFIG}"
     return ExportedRay(tuple(str(folder / name) for name in files), notes, command)
 
 
