@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,6 +252,7 @@ def _write(
     removed: list[str] = []
     if target.out != STDOUT:
         folder = Path(target.out)
+        check_own_files(folder, files)
         try:
             for path in files:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -263,14 +264,31 @@ def _write(
     return Exported(target.out, files, tuple(removed), sizing, found.extras, tuple(commands))
 
 
+def check_own_files(folder: Path, names: Iterable[str]) -> None:
+    """Raise ConfigError if a file that would be replaced was not written by an export."""
+    problems = [
+        f"{folder / name}: not written by penstock export; move it or choose another --out"
+        for name in names
+        if (folder / name).is_file() and not _has_mark(folder / name, MARK)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _has_mark(path: Path, mark: str) -> bool:
+    with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+        return mark in file.readline()
+    return False
+
+
 def _remove_others(folder: Path, files: Mapping[str, str], mark: str) -> list[str]:
     """Remove files with this mark that were not written now, and return their paths."""
     there = [*folder.glob("*.yaml"), *folder.glob("templates/*.yaml")]
     removed: list[str] = []
     for path in sorted(there):
         name = path.relative_to(folder).as_posix()
-        with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
-            if name not in files and mark in file.readline():
+        if name not in files and _has_mark(path, mark):
+            with suppress(OSError):
                 os.remove(path)
                 removed.append(name)
     return removed

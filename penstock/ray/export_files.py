@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.api.export import MARK
+from penstock.api.export import MARK, check_own_files
 from penstock.api.ray_options import BY_PENSTOCK, RayOptions
 from penstock.benchmark.run_files import write_text
 from penstock.errors import ConfigError
@@ -50,6 +50,7 @@ def export_ray(repository: str, out: str, options: RayOptions) -> ExportedRay:
         ray_files.CONFIG: ray_files.write_config(args, settings, listeners, comments),
     }
     folder = Path(out)
+    check_own_files(folder, files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

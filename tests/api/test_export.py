@@ -38,6 +38,14 @@ def test_a_chart_is_a_folder() -> None:
         export_helm(MODEL, HelmOptions(image=IMAGE, out="-"))
 
 
+def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "service.yaml").write_text("# of the user\n")
+    with pytest.raises(ConfigError, match="service.yaml: not written by penstock export"):
+        export_kubernetes(MODEL, KubernetesOptions(image=IMAGE, out=str(tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["service.yaml"]
+    assert (tmp_path / "service.yaml").read_text() == "# of the user\n"
+
+
 def test_another_autoscaler_replaces_the_first(tmp_path: Path) -> None:
     """Both files in one folder would be applied together, and fight."""
     (tmp_path / "own.yaml").write_text("# of the user\n")
