@@ -20,6 +20,7 @@ from penstock.ray.evidence_check import read_manifest
 from penstock.ray.ingress import Ingress, IngressSpec, check_no_quotas
 from penstock.ray.replica import ModelReplica, ReplicaSpec, read_versions
 from penstock.repository import layout
+from penstock.repository import manifest as manifests
 from penstock.repository.model_source import resolve
 from penstock.server import is_loopback
 
@@ -185,10 +186,21 @@ def digest_versions(configs: Sequence[ModelConfig]) -> str:
         state.update(f"{config.name}/{config.version}\n{config.written}\n".encode())
         if config.manifest:
             state.update(Path(config.manifest).read_bytes())
-        elif os.path.exists(config.artifact):
-            found = os.stat(config.artifact)
-            state.update(f"{found.st_size} {found.st_mtime_ns}".encode())
+        else:
+            for path in _files(Path(config.artifact)):
+                found = path.stat()
+                state.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return state.hexdigest()[:16]
+
+
+def _files(artifact: Path) -> list[Path]:
+    """Return the files of an uncommitted version: weights and modules lie beside the file that it
+    is loaded by."""
+    if artifact.is_dir():
+        found = [artifact / name for name in manifests.names_below(artifact)]
+    else:
+        found = sorted(artifact.parent.glob("*"))
+    return [path for path in found if path.is_file()]
 
 
 def ingress_spec(texts: tuple[str, ...], options: RayOptions) -> IngressSpec:
