@@ -27,6 +27,7 @@ from penstock.protocols.route_table import find
 if TYPE_CHECKING:
     from penstock.api.embedded import EmbeddedServer
 
+STOPPED = "the application has stopped"
 log = logging.getLogger("penstock.asgi")
 
 
@@ -63,7 +64,10 @@ class AsgiApp:
             yield
 
     async def start(self) -> None:
-        """Load the models and return when they are ready. ConfigError if one cannot be loaded."""
+        """Load the models and return when they are ready. ConfigError if one cannot be loaded,
+        NotReady after `stop`."""
+        if self._is_stopped:
+            raise NotReady(f"{STOPPED}; make another one with penstock.asgi")
         await asyncio.shield(self._begin())
 
     async def stop(self) -> None:
@@ -113,7 +117,7 @@ class AsgiApp:
     async def _wait_until_loaded(self, scope: Scope) -> None:
         """Wait for models that are loading, except for health checks. NotReady if they cannot."""
         if self._is_stopped:
-            raise NotReady("the application has stopped")
+            raise NotReady(STOPPED)
         try:
             starting = self._begin()
             if starting.done():
@@ -126,7 +130,7 @@ class AsgiApp:
         except asyncio.CancelledError:
             if not self._is_stopped:
                 raise
-            raise NotReady("the application has stopped") from None
+            raise NotReady(STOPPED) from None
 
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         while True:

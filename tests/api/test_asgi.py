@@ -18,7 +18,7 @@ from child_processes import children_running
 from text_server import NAME, write_model
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotReady
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "repository"
 NUMBERS = [float(number) for number in range(16)]
@@ -88,6 +88,23 @@ def test_the_lifespan_of_the_host_starts_and_ends_the_workers() -> None:
         assert workers() == []
         after = await client.ask("POST", f"/models{INFER}", BODY)
         assert (after.status, after.body) == (503, b'{"error":"the application has stopped"}')
+
+    run(test)
+
+
+def test_it_starts_once() -> None:
+    """A second lifespan, as of a second test of the host, fails instead of refusing requests."""
+
+    async def test() -> None:
+        app = penstock.asgi(EXAMPLES / "identity")
+        await app.stop()
+        _, task, answers = await live(app)
+        await task
+        assert answers[0]["type"] == "lifespan.startup.failed"
+        assert "make another one with penstock.asgi" in answers[0]["message"]
+        with pytest.raises(NotReady, match="has stopped"):
+            await app.start()
+        assert workers() == []
 
     run(test)
 
