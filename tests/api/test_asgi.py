@@ -170,6 +170,23 @@ def test_stopping_finishes_what_was_accepted_and_refuses_the_rest(tmp_path: Path
     run(test)
 
 
+def test_stopping_waits_until_answers_are_taken() -> None:
+    async def test() -> None:
+        app = penstock.asgi(EXAMPLES / "identity")
+        await app.start()
+        answer = AsgiAnswer()
+        asking = asyncio.create_task(AsgiClient(app).ask("POST", INFER, BODY, answer=answer))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(app.stop())
+        early, _ = await asyncio.wait([stopping], timeout=0.5)
+        assert not early
+        answer.is_reading.set()
+        assert data_of(await asking) == NUMBERS
+        await stopping
+
+    run(test)
+
+
 def test_keys_and_hosts_are_checked_if_asked_for(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[key]]\nsecret = "a secret of some length"\nscopes = ["infer"]\n')
