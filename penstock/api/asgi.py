@@ -126,7 +126,9 @@ class AsgiApp:
                 await asyncio.shield(starting)
         except ConfigError as error:
             log.error("models cannot be loaded: %s", error)
-            raise NotReady(f"models cannot be loaded: {error}") from None
+            # Nobody has asked for a key yet; reasons name files.
+            reason = "" if self._options.served.api_keys else f": {error}"
+            raise NotReady(f"models cannot be loaded{reason}") from None
         except asyncio.CancelledError:
             if not self._is_stopped:
                 raise

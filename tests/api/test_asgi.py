@@ -143,6 +143,13 @@ def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path) -> None:
         assert refused.status == 503
         assert "models cannot be loaded" in json.loads(refused.body)["error"]["message"]
         await lazy.stop()
+        assert "broken" in refused.body.decode()
+        keys = tmp_path / "keys.toml"
+        keys.write_text('[[key]]\nsecret = "a secret of some length"\nscopes = ["infer"]\n')
+        guarded = penstock.asgi(tmp_path, api_keys=keys)
+        refused = await AsgiClient(guarded).ask("POST", INFER, BODY)
+        assert (refused.status, refused.body) == (503, b'{"error":"models cannot be loaded"}')
+        await guarded.stop()
 
     run(test)
 
