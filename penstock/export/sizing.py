@@ -49,6 +49,8 @@ class ModelNeeds:
     num_rows: int
     load_timeout_s: float
     file_bytes: int
+    # KV cache of a language model in main memory.
+    cache_bytes: int = 0
     # Measured for all workers together; None without evidence.
     memory_bytes: int | None = None
     # The limit of one worker (`penstock.memory_bytes`).
@@ -147,6 +149,9 @@ def _memory_of(each: ModelNeeds) -> tuple[float, str]:
         measured = units.size(each.memory_bytes)
         return HEADROOM * each.memory_bytes, f"measured {measured} and a quarter"
     needed = each.num_workers * (WORKER_BYTES + WEIGHT_COPIES * each.file_bytes)
+    if each.cache_bytes:
+        cache = f"its KV cache of {units.size(each.cache_bytes)}"
+        return needed + each.cache_bytes, f"estimated from its files and {cache}"
     return needed, "estimated from its files"
 
 

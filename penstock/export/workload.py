@@ -5,6 +5,7 @@ Reads configurations and the evidence of committed versions; `sizing` decides wi
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from penstock.config import CPU, LLM, SLO_OFF, ModelConfig
 from penstock.errors import ConfigError
 from penstock.export.names import dns_name
 from penstock.export.sizing import ModelNeeds
+from penstock.llm.settings import DEFAULT_CACHE_BYTES, PREFIX
 from penstock.repository import layout
 from penstock.repository import manifest as manifests
 from penstock.repository.layout import ModelKind
@@ -82,7 +84,8 @@ def read_needs(config: ModelConfig) -> ModelNeeds:
         num_cores=_cores(config, _positive(hardware.get("num_cores"))),
         num_rows=0 if is_llm else max(1, config.max_batch_size) * len(config.devices),
         load_timeout_s=config.load_timeout_s,
-        file_bytes=_file_bytes(Path(config.artifact)) if manifest is None else manifest.num_bytes,
+        file_bytes=_file_bytes(config) if manifest is None else manifest.num_bytes,
+        cache_bytes=_cache_bytes(config) if is_llm and not config.uses_gpu else 0,
         memory_bytes=None if memory is None else round(memory),
         memory_limit_bytes=config.memory_bytes,
         num_gpus=_num_gpus(config.devices),
@@ -125,11 +128,22 @@ def _rate(config: ModelConfig, measured: Mapping[str, object]) -> float | None:
     return highest or (None if promised is None else promised.per_s)
 
 
-def _file_bytes(artifact: Path) -> int:
-    if artifact.is_dir():
-        names = manifests.names_below(artifact)
-        return sum(_size(artifact / name) for name in names)
-    return _size(artifact)
+def _file_bytes(config: ModelConfig) -> int:
+    """Return the bytes of a version's files: weights may lie beside the one that is loaded."""
+    artifact = Path(config.artifact)
+    is_of_folder = artifact.name == layout.TEXT_CONFIG or artifact.parent.name == config.version
+    if artifact.is_dir() or (is_of_folder and artifact.parent.is_dir()):
+        folder = artifact if artifact.is_dir() else artifact.parent
+        return sum(_size(folder / name) for name in manifests.names_below(folder))
+    # A file by itself, with the weights of its format: model.onnx.data, model.bin of model.xml.
+    beside = artifact.parent.glob(f"{glob.escape(artifact.name)}*")
+    weights = {artifact.with_suffix(".bin")} if artifact.suffix == ".xml" else set()
+    return sum(map(_size, weights.union(beside)))
+
+
+def _cache_bytes(config: ModelConfig) -> int:
+    given = config.options.get(f"{PREFIX}kv_cache_bytes", "")
+    return int(given) if given.isdigit() and int(given) else DEFAULT_CACHE_BYTES
 
 
 def _size(path: Path) -> int:
