@@ -254,3 +254,10 @@ def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
     loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>")
     for page in tmp_path.rglob("*.html"):
         assert not loaded.findall(page.read_text()), page.name
+
+
+def test_docker_and_podman_send_the_same_context_of_the_image() -> None:
+    """Docker does not know .containerignore, which podman prefers: keys and models beside the
+    Containerfile would be sent, and caches copied."""
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
+    assert not (ROOT / ".containerignore").exists()

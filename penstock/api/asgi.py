@@ -27,6 +27,7 @@ from penstock.protocols.route_table import find
 if TYPE_CHECKING:
     from penstock.api.embedded import EmbeddedServer
 
+STOPPED = "the application has stopped"
 log = logging.getLogger("penstock.asgi")
 
 
@@ -63,7 +64,10 @@ class AsgiApp:
             yield
 
     async def start(self) -> None:
-        """Load the models and return when they are ready. ConfigError if one cannot be loaded."""
+        """Load the models and return when they are ready. ConfigError if one cannot be loaded,
+        NotReady after `stop`."""
+        if self._is_stopped:
+            raise NotReady(f"{STOPPED}; make another one with penstock.asgi")
         await asyncio.shield(self._begin())
 
     async def stop(self) -> None:
@@ -75,6 +79,8 @@ class AsgiApp:
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
+        if self._http is not None:
+            self._http.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -111,7 +117,7 @@ class AsgiApp:
     async def _wait_until_loaded(self, scope: Scope) -> None:
         """Wait for models that are loading, except for health checks. NotReady if they cannot."""
         if self._is_stopped:
-            raise NotReady("the application has stopped")
+            raise NotReady(STOPPED)
         try:
             starting = self._begin()
             if starting.done():
@@ -120,11 +126,13 @@ class AsgiApp:
                 await asyncio.shield(starting)
         except ConfigError as error:
             log.error("models cannot be loaded: %s", error)
-            raise NotReady(f"models cannot be loaded: {error}") from None
+            # Nobody has asked for a key yet; reasons name files.
+            reason = "" if self._options.served.api_keys else f": {error}"
+            raise NotReady(f"models cannot be loaded{reason}") from None
         except asyncio.CancelledError:
             if not self._is_stopped:
                 raise
-            raise NotReady("the application has stopped") from None
+            raise NotReady(STOPPED) from None
 
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         while True:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from penstock.api.export_options import (
 from penstock.benchmark.run_files import write_text
 from penstock.errors import CommandLineError, ConfigError
 from penstock.export import helm, kserve, kubernetes, workload
-from penstock.export.names import name_problem, parse_memory
+from penstock.export.names import name_problem, namespace_problem, parse_memory
 from penstock.export.settings import (
     KEYS_FILE,
     METRICS_KEY,
@@ -75,13 +76,17 @@ def export_kubernetes(model: str, options: KubernetesOptions) -> Exported:
     settings = _deployment_settings(found, options, options.name or found.name, options.namespace)
     every = kubernetes.chosen(kubernetes.documents(settings))
     files = {each.file: dump(each.body, [_mark("kubernetes"), *each.comments]) for each in every}
-    target = "-" if options.out == STDOUT else options.out
-    commands = [*_secret_command(settings), f"kubectl apply --filename {target}"]
+    commands = [
+        *_secret_command(settings),
+        shlex.join(["kubectl", "apply", "--filename", options.out]),
+    ]
     return _write(_Target(options.out, "kubernetes"), files, settings.sizing, found, commands)
 
 
 def export_helm(model: str, options: HelmOptions) -> Exported:
     """Write a Helm chart of the same documents."""
+    if options.out == STDOUT:
+        raise CommandLineError(["--out -: a chart has several files; expected a folder"])
     found = workload.read(resolve(model))
     name = options.name or found.name
     settings = _deployment_settings(found, options, RELEASE, NAMESPACE)
@@ -89,7 +94,7 @@ def export_helm(model: str, options: HelmOptions) -> Exported:
     chart = helm.chart(settings, documents, name, penstock.__version__)
     files = {path: _marked(path, text) for path, text in chart.items()}
     named = _deployment_settings(found, options, name, "default")
-    commands = [*_secret_command(named), f"helm install {name} {options.out}"]
+    commands = [*_secret_command(named), shlex.join(["helm", "install", name, options.out])]
     return _write(_Target(options.out, "helm"), files, settings.sizing, found, commands)
 
 
@@ -103,8 +108,10 @@ def export_kserve(model: str, options: KserveOptions) -> Exported:
     )
     documents = kserve.documents(settings, options.storage_uri)
     files = {each.file: dump(each.body, [_mark("kserve"), *each.comments]) for each in documents}
-    target = "-" if options.out == STDOUT else options.out
-    commands = [*_secret_command(settings), f"kubectl apply --filename {target}"]
+    commands = [
+        *_secret_command(settings),
+        shlex.join(["kubectl", "apply", "--filename", options.out]),
+    ]
     return _write(_Target(options.out, "kserve"), files, settings.sizing, found, commands)
 
 
@@ -162,9 +169,10 @@ def _settings(
     if options.max_replicas < options.min_replicas:
         limits = f"{options.min_replicas} and --max-replicas {options.max_replicas}"
         problems.append(f"--min-replicas {limits} contradict each other")
-    for flag, text in (("--name", options.name), ("--namespace", namespace)):
-        if text and (problem := name_problem(text)):
-            problems.append(f"{flag}: {problem}")
+    if options.name and (problem := name_problem(options.name)):
+        problems.append(f"--name: {problem}")
+    if problem := namespace_problem(namespace):
+        problems.append(f"--namespace: {problem}")
     if options.insecure and options.keys_secret:
         problems.append("--insecure and --keys-secret contradict each other; leave one of them out")
     monitoring, monitor_labels = "", tuple[tuple[str, str], ...]()
@@ -216,9 +224,9 @@ def _secret_command(settings: ClusterSettings) -> list[str]:
     """Return the command that makes the Secret of API keys, whose values only the user knows."""
     if not settings.keys_secret:
         return []
-    entries = f"--from-file={KEYS_FILE} --from-literal={METRICS_KEY}=SECRET_OF_A_METRICS_KEY"
-    where = f"--namespace {settings.namespace}"
-    return [f"kubectl create secret generic {settings.keys_secret} {where} {entries}"]
+    name, where = settings.keys_secret, ["--namespace", settings.namespace]
+    entries = [f"--from-file={KEYS_FILE}", f"--from-literal={METRICS_KEY}=SECRET_OF_A_METRICS_KEY"]
+    return [shlex.join(["kubectl", "create", "secret", "generic", name, *where, *entries])]
 
 
 def _mark(form: str) -> str:
@@ -244,6 +252,7 @@ def _write(
     removed: list[str] = []
     if target.out != STDOUT:
         folder = Path(target.out)
+        check_own_files(folder, files)
         try:
             for path in files:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -255,14 +264,31 @@ def _write(
     return Exported(target.out, files, tuple(removed), sizing, found.extras, tuple(commands))
 
 
+def check_own_files(folder: Path, names: Iterable[str]) -> None:
+    """Raise ConfigError if a file that would be replaced was not written by an export."""
+    problems = [
+        f"{folder / name}: not written by penstock export; move it or choose another --out"
+        for name in names
+        if (folder / name).is_file() and not _has_mark(folder / name, MARK)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _has_mark(path: Path, mark: str) -> bool:
+    with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+        return mark in file.readline()
+    return False
+
+
 def _remove_others(folder: Path, files: Mapping[str, str], mark: str) -> list[str]:
     """Remove files with this mark that were not written now, and return their paths."""
     there = [*folder.glob("*.yaml"), *folder.glob("templates/*.yaml")]
     removed: list[str] = []
     for path in sorted(there):
         name = path.relative_to(folder).as_posix()
-        with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
-            if name not in files and mark in file.readline():
+        if name not in files and _has_mark(path, mark):
+            with suppress(OSError):
                 os.remove(path)
                 removed.append(name)
     return removed

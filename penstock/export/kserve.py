@@ -73,6 +73,8 @@ def inference_service(settings: ClusterSettings, storage_uri: str) -> Yaml:
     annotations = {
         f"{API}/deploymentMode": "RawDeployment",
         f"{API}/autoscalerClass": scaling.autoscaler,
+        # Without it KServe does not tell Prometheus of the port that the runtime names.
+        f"{API}/enable-prometheus-scraping": "true",
     }
     return {
         "apiVersion": f"{API}/v1beta1",

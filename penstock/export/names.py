@@ -10,6 +10,8 @@ from penstock.errors import ConfigError
 # A Service's name has at most 63 characters (RFC 1035); -models and -keys fit behind this.
 MAX_NAME = 52
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+# Namespaces are labels of RFC 1123.
+NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 DIGEST = 6
 MEBIBYTE = 1 << 20
@@ -24,7 +26,7 @@ SUFFIXES = {
     "Gi": 1 << 30,
     "Ti": 1 << 40,
 }
-QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMGT]i?|Ki|)")
+QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMGT]|[KMGT]i|)")
 
 
 def dns_name(text: str) -> str:
@@ -47,6 +49,14 @@ def name_problem(name: str) -> str:
     return f"{name!r} is not a name of Kubernetes ({rule}); use {dns_name(name)!r}"
 
 
+def namespace_problem(name: str) -> str:
+    """Return what is wrong with a namespace; empty if nothing is."""
+    if NAMESPACE.fullmatch(name):
+        return ""
+    rule = "at most 63 lower-case letters, digits and -, with a letter or digit first and last"
+    return f"{name!r} is not a name of Kubernetes ({rule})"
+
+
 def memory_quantity(num_bytes: int) -> str:
     """Return a whole number of mebibytes or gibibytes, rounded up."""
     mebibytes = -(-num_bytes // MEBIBYTE)
@@ -56,6 +66,7 @@ def memory_quantity(num_bytes: int) -> str:
 def parse_memory(text: str) -> int:
     """Return the bytes of a quantity such as 512Mi; ConfigError if it is none."""
     found = QUANTITY.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    num_bytes = 0 if found is None else round(float(found[1]) * SUFFIXES[found[2]])
+    if not num_bytes:
         raise ConfigError(f"{text!r} is not an amount of memory; expected e.g. 512Mi or 2Gi")
-    return round(float(found[1]) * SUFFIXES[found[2]])
+    return num_bytes

@@ -7,6 +7,7 @@ capabilities. KServe's runtime has the same container.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -14,6 +15,8 @@ from penstock.export.settings import KEYS_FILE, USER, ClusterSettings
 from penstock.export.yaml_text import ChartValue, When, Yaml
 
 KEYS_FOLDER = "/run/secrets/penstock"
+# Kubernetes expands $(NAME) in commands and arguments, and reads $$ as $.
+EXPANDED = re.compile(r"\$(?=[$(])")
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
 # Compiled kernels and temporary files; nothing else is written.
 TMP: dict[str, Yaml] = {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}
@@ -72,7 +75,7 @@ def container(settings: ClusterSettings, name: str) -> dict[str, Yaml]:
     return {
         "name": name,
         "image": ChartValue("image", settings.image),
-        "args": list(arguments(settings)),
+        "args": [_literal(each) for each in arguments(settings)],
         "ports": [{"name": each, "containerPort": port} for each, port in ports.items()],
         **probes(settings),
         # The pod leaves its Services when it is deleted; connections come until all nodes know.
@@ -93,6 +96,11 @@ def arguments(settings: ClusterSettings) -> list[str]:
     for name, port in asdict(settings.ports).items():
         ports += [f"--{name}-port", str(port)]
     return [*serve, *ports, "--drain-s", str(settings.stopping.drain_s), "--log-format", "json"]
+
+
+def _literal(text: str) -> str:
+    """Return a text of a command that Kubernetes expands to the one given."""
+    return EXPANDED.sub("$$", text)
 
 
 def probes(settings: ClusterSettings) -> dict[str, Yaml]:
@@ -157,7 +165,7 @@ def _download(settings: ClusterSettings) -> dict[str, Yaml]:
     made: dict[str, Yaml] = {
         "name": "download",
         "image": files.download_image,
-        "command": ["sh", "-c", files.download_command],
+        "command": ["sh", "-c", _literal(files.download_command)],
         # Programs that keep files in a home folder find one.
         "env": [{"name": "HOME", "value": "/tmp"}],
         "resources": {"requests": DOWNLOAD, "limits": DOWNLOAD},

@@ -19,7 +19,7 @@ SOURCE = '''"""{mark}
 serve run serve_config.yaml       # on this machine
 serve deploy serve_config.yaml    # on a running cluster
 
-Add deployments of your own here: `app` returns an application of Ray Serve.
+To add deployments of your own, copy this file: `app` returns an application of Ray Serve.
 """
 
 from penstock.ray import build

@@ -65,6 +65,7 @@ def plan_model(
     target, why_target = _target(newest, needs, evidence)
     low, high, why_replicas = _replicas(newest, max_replicas)
     most = max(MIN_ONGOING, math.ceil(ONGOING_FACTOR * target))
+    max_ongoing = min(most, newest.batching.max_pending)
     reasons = {
         "num_cpus": "not measured" if needs.num_cores is None else "threads of the workers",
         "replicas": why_replicas,
@@ -77,8 +78,9 @@ def plan_model(
         num_gpus=max(len(_gpus(config)) for config in configs),
         min_replicas=low,
         max_replicas=high,
-        target_ongoing_requests=target,
-        max_ongoing_requests=min(most, newest.batching.max_pending),
+        # Ray would never scale for more than a replica takes.
+        target_ongoing_requests=min(target, max_ongoing),
+        max_ongoing_requests=max_ongoing,
         max_queued_requests=newest.batching.max_pending,
         is_text=newest.backend == LLM,
         reasons=reasons,
@@ -113,14 +115,20 @@ def _replicas(config: ModelConfig, max_replicas: int) -> tuple[int, int, str]:
     return low, high, "penstock.min_instances and penstock.max_instances"
 
 
+def _mean_latency_s(measured: object) -> float:
+    """Return the sum of the measured phases; 0 if they are missing: evidence is an open JSON
+    object."""
+    phases = measured.get("phases") if isinstance(measured, Mapping) else None
+    values = list(phases.values()) if isinstance(phases, Mapping) else []
+    return sum(values) if all(isinstance(each, int | float) for each in values) else 0.0
+
+
 def _target(
     config: ModelConfig, needs: ModelNeeds, evidence: Mapping[str, object]
 ) -> tuple[float, str]:
     """Return the requests in flight at the load that a replica can carry, by Little's law from the
     evidence: rate times mean latency. Without evidence, a full batch for each instance."""
-    measured = evidence.get("measured")
-    phases = measured.get("phases") if isinstance(measured, Mapping) else None
-    seconds = sum(phases.values()) if isinstance(phases, Mapping) else 0.0
+    seconds = _mean_latency_s(evidence.get("measured"))
     if needs.rate_per_s is not None and seconds > 0:
         number = round(max(1.0, needs.rate_per_s * seconds), 2)
         return number, f"{needs.rate_per_s:.0f}/s x {seconds * 1e3:.2f} ms, as measured"

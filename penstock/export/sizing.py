@@ -49,13 +49,16 @@ class ModelNeeds:
     num_rows: int
     load_timeout_s: float
     file_bytes: int
+    # KV cache of a language model in main memory.
+    cache_bytes: int = 0
     # Measured for all workers together; None without evidence.
     memory_bytes: int | None = None
     # The limit of one worker (`penstock.memory_bytes`).
     memory_limit_bytes: int | None = None
     num_gpus: int = 0
-    # All instances together.
+    # All instances together, and one of them, which cannot span slices.
     gpu_memory_bytes: int | None = None
+    instance_gpu_bytes: int | None = None
     # Latency limit of the SLO, and the rate at which it was measured.
     slo_latency_s: float | None = None
     rate_per_s: float | None = None
@@ -146,6 +149,9 @@ def _memory_of(each: ModelNeeds) -> tuple[float, str]:
         measured = units.size(each.memory_bytes)
         return HEADROOM * each.memory_bytes, f"measured {measured} and a quarter"
     needed = each.num_workers * (WORKER_BYTES + WEIGHT_COPIES * each.file_bytes)
+    if each.cache_bytes:
+        cache = f"its KV cache of {units.size(each.cache_bytes)}"
+        return needed + each.cache_bytes, f"estimated from its files and {cache}"
     return needed, "estimated from its files"
 
 
@@ -159,14 +165,26 @@ def _gpus(models: Sequence[ModelNeeds], given: SizeOverrides, notes: list[str]) 
     if not gpus or not measured:
         return gpus
     notes.append(f"GPU memory: {units.size(measured)} measured")
-    slice_of = MIG.fullmatch(given.gpu_resource)
-    if slice_of is not None and measured > gpus * int(slice_of[1]) * 10**9:
-        room = f"{gpus} of {given.gpu_resource}"
-        raise ConfigError(
-            f"--gpu-resource {given.gpu_resource}: the models need {units.size(measured)} of GPU "
-            f"memory, more than {room} have; use a larger slice"
-        )
+    _check_slices(models, given.gpu_resource, gpus, measured)
     return gpus
+
+
+def _check_slices(models: Sequence[ModelNeeds], resource: str, gpus: int, measured: int) -> None:
+    found = MIG.fullmatch(resource)
+    if found is None:
+        return
+    of_slice = int(found[1]) * 10**9
+    largest = max(each.instance_gpu_bytes or 0 for each in models)
+    if measured > gpus * of_slice:
+        problem = (
+            f"the models need {units.size(measured)} of GPU memory, more than {gpus} of {resource} "
+            "have"
+        )
+    elif largest > of_slice:
+        problem = f"an instance needs {units.size(largest)} of GPU memory, more than a slice has"
+    else:
+        return
+    raise ConfigError(f"--gpu-resource {resource}: {problem}; use a larger slice")
 
 
 def _queue_depth(models: Sequence[ModelNeeds], given: SizeOverrides, notes: list[str]) -> int:

@@ -5,6 +5,7 @@ Reads configurations and the evidence of committed versions; `sizing` decides wi
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from penstock.config import CPU, LLM, SLO_OFF, ModelConfig
 from penstock.errors import ConfigError
 from penstock.export.names import dns_name
 from penstock.export.sizing import ModelNeeds
+from penstock.llm.settings import DEFAULT_CACHE_BYTES, PREFIX
 from penstock.repository import layout
 from penstock.repository import manifest as manifests
 from penstock.repository.layout import ModelKind
@@ -71,7 +73,8 @@ def read_needs(config: ModelConfig) -> ModelNeeds:
     measured = _mapping(evidence.get("measured"))
     hardware = _mapping(evidence.get("hardware"))
     memory = _positive(measured.get("memory_bytes"))
-    gpu_memory = _positive(evidence.get(GPU_MEMORY))
+    of_one = _instance_gpu_bytes(config, _positive(evidence.get(GPU_MEMORY)))
+    num_on_gpus = sum(device != CPU for device in config.devices)
     is_llm = config.engine == LLM
     return ModelNeeds(
         config.name,
@@ -81,11 +84,13 @@ def read_needs(config: ModelConfig) -> ModelNeeds:
         num_cores=_cores(config, _positive(hardware.get("num_cores"))),
         num_rows=0 if is_llm else max(1, config.max_batch_size) * len(config.devices),
         load_timeout_s=config.load_timeout_s,
-        file_bytes=_file_bytes(Path(config.artifact)) if manifest is None else manifest.num_bytes,
+        file_bytes=_file_bytes(config) if manifest is None else manifest.num_bytes,
+        cache_bytes=_cache_bytes(config) if is_llm and not config.uses_gpu else 0,
         memory_bytes=None if memory is None else round(memory),
         memory_limit_bytes=config.memory_bytes,
         num_gpus=_num_gpus(config.devices),
-        gpu_memory_bytes=_gpu_bytes(config, gpu_memory),
+        gpu_memory_bytes=None if of_one is None else of_one * num_on_gpus,
+        instance_gpu_bytes=of_one,
         slo_latency_s=config.batching.slo_latency_s,
         rate_per_s=_rate(config, measured),
     )
@@ -101,10 +106,11 @@ def _cores(config: ModelConfig, measured: float | None) -> int | None:
     return cores_of([config], round(measured or 1))
 
 
-def _gpu_bytes(config: ModelConfig, measured: float | None) -> int | None:
-    of_one = config.gpu_memory_bytes if measured is None else round(measured)
-    num_instances = sum(device != CPU for device in config.devices)
-    return None if of_one is None or not num_instances else of_one * num_instances
+def _instance_gpu_bytes(config: ModelConfig, measured: float | None) -> int | None:
+    """Return the GPU memory of one instance; None if it is unknown, or all are on the CPU."""
+    if not config.uses_gpu:
+        return None
+    return config.gpu_memory_bytes if measured is None else round(measured)
 
 
 def _num_gpus(devices: Sequence[str]) -> int:
@@ -122,11 +128,22 @@ def _rate(config: ModelConfig, measured: Mapping[str, object]) -> float | None:
     return highest or (None if promised is None else promised.per_s)
 
 
-def _file_bytes(artifact: Path) -> int:
-    if artifact.is_dir():
-        names = manifests.names_below(artifact)
-        return sum(_size(artifact / name) for name in names)
-    return _size(artifact)
+def _file_bytes(config: ModelConfig) -> int:
+    """Return the bytes of a version's files: weights may lie beside the one that is loaded."""
+    artifact = Path(config.artifact)
+    is_of_folder = artifact.name == layout.TEXT_CONFIG or artifact.parent.name == config.version
+    if artifact.is_dir() or (is_of_folder and artifact.parent.is_dir()):
+        folder = artifact if artifact.is_dir() else artifact.parent
+        return sum(_size(folder / name) for name in manifests.names_below(folder))
+    # A file by itself, with the weights of its format: model.onnx.data, model.bin of model.xml.
+    beside = artifact.parent.glob(f"{glob.escape(artifact.name)}*")
+    weights = {artifact.with_suffix(".bin")} if artifact.suffix == ".xml" else set()
+    return sum(map(_size, weights.union(beside)))
+
+
+def _cache_bytes(config: ModelConfig) -> int:
+    given = config.options.get(f"{PREFIX}kv_cache_bytes", "")
+    return int(given) if given.isdigit() and int(given) else DEFAULT_CACHE_BYTES
 
 
 def _size(path: Path) -> int:

@@ -57,6 +57,8 @@ def dump(document: Yaml, comments: Sequence[str] = ()) -> str:
 def dump_template(document: Yaml, comments: Sequence[str] = (), condition: str = "") -> str:
     """Write one document as a template of a Helm chart, which renders to nothing unless the
     condition holds."""
+    # Helm renders comments too.
+    comments = [text.replace("{{", EXPRESSIONS["{{"]) for text in comments]
     lines = [*_comments(comments), *_block(document, 0, True)]
     if condition:
         lines = [f"{{{{- if {condition} }}}}", *lines, "{{- end }}"]
@@ -97,7 +99,13 @@ def _is_block(value: Yaml) -> bool:
 
 
 def _comments(lines: Sequence[str]) -> Lines:
-    return (f"# {line}".rstrip() for text in lines for line in text.splitlines() or [""])
+    each_line = (line for text in lines for line in text.splitlines() or [""])
+    return (_printable(f"# {line}".rstrip()) for line in each_line)
+
+
+def _printable(text: str) -> str:
+    """Escape what YAML refuses even in comments, in the form of its quoted texts."""
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
 
 
 def _block(value: Yaml, margin: int, is_template: bool) -> Lines:
@@ -173,8 +181,7 @@ def _scalar(value: Scalar, is_template: bool) -> str:
     has_expression = is_template and any(each in value for each in EXPRESSIONS)
     if PLAIN.fullmatch(value) and not OTHER_TYPES.fullmatch(value) and not has_expression:
         return value
-    text = json.dumps(value, ensure_ascii=False)
-    text = "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
+    text = _printable(json.dumps(value, ensure_ascii=False))
     for each, expression in EXPRESSIONS.items() if has_expression else ():
         text = text.replace(each, expression)
     return text

@@ -20,10 +20,8 @@ from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import DecoderShape
 from penstock.llm.runner import CpuRunner
 from penstock.llm.scheduler import StepLimits
-from penstock.llm.settings import ON_CPUS
+from penstock.llm.settings import DEFAULT_CACHE_BYTES, ON_CPUS
 
-# Default size of the KV cache on CPUs.
-DEFAULT_CACHE_BYTES = 1 << 30
 # Share of the free GPU memory that may be used; the rest is for fragmentation and other processes.
 SHARE = 0.94
 # Memory for CUDA graphs and libraries.

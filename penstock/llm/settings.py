@@ -14,6 +14,8 @@ from penstock.llm.messages import EngineSettings
 from penstock.repository.layout import GGUF
 
 PREFIX = "penstock."
+# KV cache on a CPU.
+DEFAULT_CACHE_BYTES = 1 << 30
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4")
 # Datatypes for GPUs only, and for CPUs only.
 ON_GPUS, ON_CPUS = ("fp8",), ("int8", "int4")

@@ -16,8 +16,10 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from penstock.config import HttpLimits
+from penstock.errors import SHUTTING_DOWN, NotReady
 from penstock.protocols.answer_sender import Keep
 from penstock.protocols.http import SLOW_BODY_S, Exchange
+from penstock.protocols.http_errors import reply_error
 from penstock.protocols.http_reader import (
     LONG_BYTES,
     SCREEN_BYTES,
@@ -150,6 +152,17 @@ class AsgiHttp:
         self._limits = limits
         # Messages that have no complete answer yet.
         self.num_running = 0
+        self._exchanges: set[AsgiExchange] = set()
+
+    def close(self) -> None:
+        """Answer whatever has no answer yet, when its handlers are gone: 503, or a cut stream."""
+        for exchange in list(self._exchanges):
+            if exchange.is_finished:
+                continue
+            if exchange.is_streaming:
+                exchange.abort()
+            else:
+                reply_error(exchange, NotReady(SHUTTING_DOWN))
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one message. A client that leaves cancels its request, as does cancelling this
@@ -177,7 +190,11 @@ class AsgiHttp:
         else:
             exchange = AsgiExchange(answer, head, body, long)
             handle(self._v2, exchange)
-        await exchange_answer(exchange, answer, receive, send)
+        self._exchanges.add(exchange)
+        try:
+            await exchange_answer(exchange, answer, receive, send)
+        finally:
+            self._exchanges.discard(exchange)
 
     async def _read_body(
         self, head: MessageHead, receive: Receive

@@ -17,9 +17,10 @@ from penstock.export.ray_plan import INGRESS, SERVER, ReplicaPlan, plan_model
 from penstock.export.workload import read_needs
 from penstock.protocols.key_file import KeyFile
 from penstock.ray.evidence_check import read_manifest
-from penstock.ray.ingress import Ingress, IngressSpec
+from penstock.ray.ingress import Ingress, IngressSpec, check_no_quotas
 from penstock.ray.replica import ModelReplica, ReplicaSpec, read_versions
 from penstock.repository import layout
+from penstock.repository import manifest as manifests
 from penstock.repository.model_source import resolve
 from penstock.server import is_loopback
 
@@ -185,10 +186,21 @@ def digest_versions(configs: Sequence[ModelConfig]) -> str:
         state.update(f"{config.name}/{config.version}\n{config.written}\n".encode())
         if config.manifest:
             state.update(Path(config.manifest).read_bytes())
-        elif os.path.exists(config.artifact):
-            found = os.stat(config.artifact)
-            state.update(f"{found.st_size} {found.st_mtime_ns}".encode())
+        else:
+            for path in _files(Path(config.artifact)):
+                found = path.stat()
+                state.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
     return state.hexdigest()[:16]
+
+
+def _files(artifact: Path) -> list[Path]:
+    """Return the files of an uncommitted version: weights and modules lie beside the file that it
+    is loaded by."""
+    if artifact.is_dir():
+        found = [artifact / name for name in manifests.names_below(artifact)]
+    else:
+        found = sorted(artifact.parent.glob("*"))
+    return [path for path in found if path.is_file()]
 
 
 def ingress_spec(texts: tuple[str, ...], options: RayOptions) -> IngressSpec:
@@ -268,11 +280,11 @@ def check_options(options: RayOptions, versions: Mapping[str, Sequence[str]]) ->
     """Raise ConfigError for API keys that cannot be read, and for what one server does but a
     cluster does not."""
     problems: list[str] = []
-    if options.api_keys and KeyFile(Path(options.api_keys)).read().quotas:
-        problems.append(
-            f"{options.api_keys}: has quotas, which are counted by one server; remove them, or "
-            "let a gateway before the cluster apply them"
-        )
+    if options.api_keys:
+        try:
+            check_no_quotas(options.api_keys, KeyFile(Path(options.api_keys)).read())
+        except ConfigError as error:
+            problems += error.problems
     is_guarded = options.api_keys or options.insecure
     if not is_guarded and not is_loopback(options.host):
         problems.append(

@@ -18,6 +18,8 @@ from penstock.repository.layout import listed
 from penstock.serving.management import EXTENSIONS
 
 READY_TIMEOUT_S = 5.0
+# A model without replicas: its handle waits for one.
+UNREACHABLE = (NotReady, TimeoutError)
 # Extensions that need the repository of one machine.
 LOCAL = ("model_repository",)
 
@@ -63,10 +65,18 @@ class ClusterModels:
         return decode_answer(await self.find(model).call(encode_call(call))).check()
 
     async def ask_each(self, call: ClusterCall) -> list[ClusterAnswer]:
-        """Return what one replica of each model answers."""
+        """Return what one replica of each model answers, without models that have none."""
         data = encode_call(call)
-        calls = (self.find(name).call(data) for name in self)
-        return [decode_answer(each) for each in await asyncio.gather(*calls)]
+
+        async def ask(name: str) -> ClusterAnswer | None:
+            try:
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    return decode_answer(await self.find(name).call(data))
+            except UNREACHABLE:
+                return None
+
+        found = await asyncio.gather(*map(ask, self))
+        return [each for each in found if each is not None]
 
     async def manage(self, action: str, model: str, version: str = "") -> bytes:
         """Return the JSON of a management action, from one replica of the model."""
@@ -87,7 +97,7 @@ class ClusterModels:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self.manage("model_ready", name)
-        except (NotReady, TimeoutError):
+        except UNREACHABLE:
             return False
         return True
 
@@ -102,9 +112,10 @@ class ClusterModels:
         rows: list[object] = []
         for name in self:
             try:
-                versions = msgspec.json.decode(await self.manage("metadata", name))["versions"]
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    versions = msgspec.json.decode(await self.manage("metadata", name))["versions"]
                 is_ready = await self.is_ready(name)
-            except NotReady:
+            except UNREACHABLE:
                 versions, is_ready = [""], False
             state = "READY" if is_ready else "UNAVAILABLE"
             rows += [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.api.export import MARK
+from penstock.api.export import MARK, check_own_files
 from penstock.api.ray_options import BY_PENSTOCK, RayOptions
 from penstock.benchmark.run_files import write_text
 from penstock.errors import ConfigError
@@ -49,13 +50,14 @@ def export_ray(repository: str, out: str, options: RayOptions) -> ExportedRay:
         ray_files.CONFIG: ray_files.write_config(args, settings, listeners, comments),
     }
     folder = Path(out)
+    check_own_files(folder, files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
     for name, text in files.items():
         write_text(text, folder / name)
-    command = f"cd {out} && serve run {ray_files.CONFIG}"
+    command = f"cd {shlex.quote(out)} && serve run {ray_files.CONFIG}"
     return ExportedRay(tuple(str(folder / name) for name in files), notes, command)
 
 

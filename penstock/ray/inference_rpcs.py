@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import grpc
 
-from penstock.errors import NotReady, PenstockError
+from penstock.errors import InvalidRequest, NotReady, PenstockError
 from penstock.protocols.gate import Gate
-from penstock.protocols.http_reader import MessageHead, add_header
+from penstock.protocols.http_reader import MessageHead, Rejection, add_header
 from penstock.protocols.route_table import HEALTH, INFERENCE
 from penstock.protocols.v2_grpc import SERVICE, ManagementRpc
 from penstock.ray.cluster_messages import ClusterCall
@@ -190,7 +190,10 @@ class InferenceRpcs:
         headers: dict[bytes, bytes] = {}
         for name, value in context.invocation_metadata():
             data = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
-            add_header(headers, name.lower().encode(), data)
+            try:
+                add_header(headers, name.lower().encode(), data)
+            except Rejection as refusal:
+                raise InvalidRequest(str(refusal)) from None
         self._gate.admit_rpc(MessageHead(b"POST", path.encode(), headers))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import HttpLimits
+from penstock.errors import ConfigError
 from penstock.protocols.asgi_http import AsgiHttp, Receive, Scope, Send
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.key_file import KeyFile, watch_keys
@@ -41,9 +42,13 @@ class ClusterApp:
     """The ASGI application of an ingress; made on its event loop."""
 
     def __init__(self, spec: IngressSpec, handles: Mapping[str, ModelHandle]) -> None:
-        """ConfigError if the API keys cannot be read."""
+        """ConfigError if the API keys cannot be read, or have quotas."""
+        self._api_keys = spec.api_keys
         self._key_file = KeyFile(Path(spec.api_keys)) if spec.api_keys else None
-        self.gate = Gate(None if self._key_file is None else self._key_file.read())
+        keys = None if self._key_file is None else self._key_file.read()
+        if keys is not None:
+            self._check_keys(keys)
+        self.gate = Gate(keys)
         self.models = ClusterModels(handles, spec.texts, spec.id)
         router = ClusterRouter(self.models)
         self._v2 = V2Http(router, spec.limits, self.gate, spec.log_requests)
@@ -63,16 +68,29 @@ class ClusterApp:
     async def _live(self, receive: Receive, send: Send) -> None:
         while (await receive())["type"] == "lifespan.startup":
             if self._key_file is not None:
-                watching = watch_keys(self._key_file, lambda keys: None, self._use_keys)
+                watching = watch_keys(self._key_file, self._check_keys, self._use_keys)
                 self._watching = asyncio.create_task(watching)
             await send({"type": "lifespan.startup.complete"})
         if self._watching is not None:
             self._watching.cancel()
         await self._v2.close()
+        self._http.close()
         await send({"type": "lifespan.shutdown.complete"})
+
+    def _check_keys(self, keys: Keys) -> None:
+        check_no_quotas(self._api_keys, keys)
 
     def _use_keys(self, keys: Keys) -> None:
         self.gate.keys = keys
+
+
+def check_no_quotas(api_keys: str, keys: Keys) -> None:
+    """Raise ConfigError if keys have quotas, which each ingress would count for itself."""
+    if keys.quotas:
+        raise ConfigError(
+            f"{api_keys}: has quotas, which are counted by one server; remove them, or let a "
+            "gateway before the cluster apply them"
+        )
 
 
 class Ingress:

@@ -18,7 +18,7 @@ from child_processes import children_running
 from text_server import NAME, write_model
 
 import penstock
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotReady
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "repository"
 NUMBERS = [float(number) for number in range(16)]
@@ -92,6 +92,23 @@ def test_the_lifespan_of_the_host_starts_and_ends_the_workers() -> None:
     run(test)
 
 
+def test_it_starts_once() -> None:
+    """A second lifespan, as of a second test of the host, fails instead of refusing requests."""
+
+    async def test() -> None:
+        app = penstock.asgi(EXAMPLES / "identity")
+        await app.stop()
+        _, task, answers = await live(app)
+        await task
+        assert answers[0]["type"] == "lifespan.startup.failed"
+        assert "make another one with penstock.asgi" in answers[0]["message"]
+        with pytest.raises(NotReady, match="has stopped"):
+            await app.start()
+        assert workers() == []
+
+    run(test)
+
+
 def test_without_a_lifespan_the_first_request_starts_the_models() -> None:
     async def test() -> None:
         app = penstock.asgi(EXAMPLES / "identity")
@@ -126,6 +143,13 @@ def test_a_model_that_cannot_be_loaded_fails_the_start(tmp_path: Path) -> None:
         assert refused.status == 503
         assert "models cannot be loaded" in json.loads(refused.body)["error"]["message"]
         await lazy.stop()
+        assert "broken" in refused.body.decode()
+        keys = tmp_path / "keys.toml"
+        keys.write_text('[[key]]\nsecret = "a secret of some length"\nscopes = ["infer"]\n')
+        guarded = penstock.asgi(tmp_path, api_keys=keys)
+        refused = await AsgiClient(guarded).ask("POST", INFER, BODY)
+        assert (refused.status, refused.body) == (503, b'{"error":"models cannot be loaded"}')
+        await guarded.stop()
 
     run(test)
 
@@ -149,6 +173,23 @@ def test_stopping_finishes_what_was_accepted_and_refuses_the_rest(tmp_path: Path
         assert data_of(await first) == [7.0]
         await stopping
         assert workers() == []
+
+    run(test)
+
+
+def test_stopping_waits_until_answers_are_taken() -> None:
+    async def test() -> None:
+        app = penstock.asgi(EXAMPLES / "identity")
+        await app.start()
+        answer = AsgiAnswer()
+        asking = asyncio.create_task(AsgiClient(app).ask("POST", INFER, BODY, answer=answer))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(app.stop())
+        early, _ = await asyncio.wait([stopping], timeout=0.5)
+        assert not early
+        answer.is_reading.set()
+        assert data_of(await asking) == NUMBERS
+        await stopping
 
     run(test)
 

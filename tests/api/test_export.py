@@ -25,6 +25,27 @@ def test_files_are_written_and_read_as_yaml(tmp_path: Path) -> None:
     assert exported.next_commands[-1] == f"kubectl apply --filename {out}"
 
 
+def test_commands_of_folders_with_spaces_can_be_typed(tmp_path: Path) -> None:
+    out = str(tmp_path / "my files")
+    plain = export_kubernetes(MODEL, KubernetesOptions(image=IMAGE, out=out))
+    assert plain.next_commands[-1] == f"kubectl apply --filename '{out}'"
+    chart = export_helm(MODEL, HelmOptions(image=IMAGE, out=out))
+    assert chart.next_commands[-1] == f"helm install digits '{out}'"
+
+
+def test_a_chart_is_a_folder() -> None:
+    with pytest.raises(CommandLineError, match="--out -: a chart has several files"):
+        export_helm(MODEL, HelmOptions(image=IMAGE, out="-"))
+
+
+def test_files_of_the_user_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "service.yaml").write_text("# of the user\n")
+    with pytest.raises(ConfigError, match="service.yaml: not written by penstock export"):
+        export_kubernetes(MODEL, KubernetesOptions(image=IMAGE, out=str(tmp_path)))
+    assert [path.name for path in tmp_path.iterdir()] == ["service.yaml"]
+    assert (tmp_path / "service.yaml").read_text() == "# of the user\n"
+
+
 def test_another_autoscaler_replaces_the_first(tmp_path: Path) -> None:
     """Both files in one folder would be applied together, and fight."""
     (tmp_path / "own.yaml").write_text("# of the user\n")

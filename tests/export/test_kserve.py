@@ -60,6 +60,13 @@ def test_keda_asks_for_the_queue_of_the_predictors_pods() -> None:
     assert 'namespace="vision",pod=~"digits-predictor-.*"' in query
 
 
+def test_prometheus_is_told_of_the_metrics_port() -> None:
+    runtime, service = rendered(settings_of())
+    assert runtime["spec"]["annotations"]["prometheus.kserve.io/port"] == "8002"
+    annotations = service["metadata"]["annotations"]
+    assert annotations["serving.kserve.io/enable-prometheus-scraping"] == "true"
+
+
 def test_gpus_are_tolerated() -> None:
     _, service = rendered(settings_of(gpus=1))
     predictor = service["spec"]["predictor"]

@@ -12,6 +12,7 @@ from penstock.export.names import (
     dns_name,
     memory_quantity,
     name_problem,
+    namespace_problem,
     parse_memory,
 )
 
@@ -50,6 +51,16 @@ def test_a_wrong_name_comes_with_a_right_one() -> None:
     assert name_problem("My_Model").endswith("use 'my-model'")
 
 
+@pytest.mark.parametrize("name", ["default", "1team", "0", "n" * 63])
+def test_namespaces(name: str) -> None:
+    assert namespace_problem(name) == ""
+
+
+@pytest.mark.parametrize("name", ["", "Team", "-a", "a-", "a_b", "n" * 64])
+def test_other_namespaces_are_refused(name: str) -> None:
+    assert namespace_problem(name).startswith(f"{name!r} is not a name of Kubernetes (at most 63 ")
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(1, "1Mi"), (64 << 20, "64Mi"), (1 << 30, "1Gi"), (1536 << 20, "1536Mi"), (5 << 30, "5Gi")],
@@ -67,7 +78,7 @@ def test_quantities_are_read(text: str, num_bytes: int) -> None:
     assert parse_memory(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "2GB", "-1Gi", "1e3", "lots"])
+@pytest.mark.parametrize("text", ["", "0", "2GB", "-1Gi", "1e3", "lots", "512ki", "0.1"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not an amount of memory; expected e.g. 512Mi or 2Gi"):
         parse_memory(text)

@@ -1,6 +1,12 @@
 """The pod: who it runs as, what it mounts, how it is asked and how it ends."""
 
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_settings import made_settings
 
 from penstock.api.serve_options import ServeOptions
@@ -104,6 +110,31 @@ def test_a_download_has_its_command_and_credentials_by_reference() -> None:
     assert made["command"] == ["sh", "-c", "aws s3 sync s3://b /models"]
     assert made["envFrom"] == [{"secretRef": {"name": "s3"}}]
     assert {"name": "models", "mountPath": "/models"} in made["volumeMounts"]
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Expand a command as kubelet does."""
+
+    def value(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
+
+
+@given(st.text(alphabet="$()A b", max_size=12))
+def test_kubernetes_expands_commands_to_what_was_given(text: str) -> None:
+    settings = made_settings(files=replace(INIT, download_command=text), served=f"/models/{text}")
+    spec = spec_of(settings)
+    [download], [made] = spec["initContainers"], spec["containers"]
+    variables = {"A": "expanded", "": "expanded"}
+    assert expand(download["command"][-1], variables) == text
+    assert expand(made["args"][1], variables) == f"/models/{text}"
+
+
+def test_variables_of_the_shell_are_written_as_they_are() -> None:
+    files = replace(INIT, download_command="cp $SOURCE ${TARGET}")
+    [download] = spec_of(made_settings(files=files))["initContainers"]
+    assert download["command"][-1] == "cp $SOURCE ${TARGET}"
 
 
 def test_gpus() -> None:

@@ -64,11 +64,19 @@ def test_without_evidence_threads_and_batches_do() -> None:
     assert plan_model([alone]).target_ongoing_requests == 1.0
 
 
-@pytest.mark.parametrize("measured", [{}, {"phases": {}}, {"phases": None}, None])
+@pytest.mark.parametrize(
+    "measured", [{}, {"phases": {}}, {"phases": None}, {"phases": {"queue": "0.1"}}, None]
+)
 def test_figures_that_are_missing_are_not_used(measured: object) -> None:
     plan = plan_model([config()], {"measured": measured}, rate_per_s=100.0)
     assert plan.target_ongoing_requests == 8.0
     assert plan_model([config()], EVIDENCE).target_ongoing_requests == 8.0
+
+
+def test_a_replica_that_takes_few_requests_scales_at_those() -> None:
+    few = config(batching=BatchPolicy(8, is_dynamic=True, max_pending=4))
+    plan = plan_model([few], max_replicas=3)
+    assert (plan.target_ongoing_requests, plan.max_ongoing_requests) == (4, 4)
 
 
 def test_language_models_count_sequences() -> None:

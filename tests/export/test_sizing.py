@@ -83,5 +83,17 @@ def test_a_slice_that_is_too_small_is_refused() -> None:
     assert larger.resources["requests"]["nvidia.com/mig-2g.20gb"] == "1"
 
 
+def test_an_instance_that_needs_two_slices_is_refused() -> None:
+    """It runs on one device, however many the pod has."""
+    on_gpu = replace(
+        MEASURED, num_gpus=1, gpu_memory_bytes=12 * 10**9, instance_gpu_bytes=12 * 10**9
+    )
+    slices = SizeOverrides(gpus=2, gpu_resource="nvidia.com/mig-1g.10gb")
+    with pytest.raises(ConfigError, match="an instance needs 11.2 GiB of GPU memory, more than a"):
+        size([on_gpu], slices)
+    two = replace(on_gpu, gpu_memory_bytes=12 * 10**9, instance_gpu_bytes=6 * 10**9)
+    assert size([two], slices).gpus == 2
+
+
 def test_a_language_model_without_an_slo() -> None:
     assert size([replace(NEEDS, num_rows=0)], NOTHING).queue_depth == 8

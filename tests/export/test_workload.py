@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from text_server import NAME, write_model
 
 from penstock.errors import ConfigError
 from penstock.export import workload
+from penstock.export.sizing import SizeOverrides, size
 from penstock.export.workload import Workload
 from penstock.repository import versions
 from penstock.repository.model_source import resolve
@@ -131,3 +133,45 @@ def test_only_files_are_exported() -> None:
         read("http://127.0.0.1:8000")
     with pytest.raises(ConfigError, match="a factory of PyTorch modules; expected a file or"):
         read("package.module:factory")
+
+
+def test_gpu_memory_is_that_of_each_instance_and_of_all() -> None:
+    [config] = resolve(str(EXAMPLES / "text_length")).read().configs
+    on_gpus = replace(config, gpu_memory_bytes=5 << 30).on(["cuda:0", "cuda:1", "cuda:1"])
+    found = workload.read_needs(on_gpus)
+    assert (found.num_gpus, found.gpu_memory_bytes, found.instance_gpu_bytes) == (
+        2,
+        15 << 30,
+        5 << 30,
+    )
+    on_cpu = workload.read_needs(replace(config, gpu_memory_bytes=5 << 30))
+    assert (on_cpu.num_gpus, on_cpu.gpu_memory_bytes, on_cpu.instance_gpu_bytes) == (0, None, None)
+
+
+def test_weights_beside_the_loaded_file_count(tmp_path: Path) -> None:
+    add_config(tmp_path, "net", f'backend: "onnxruntime" {IO}', "model.onnx")
+    (tmp_path / "net" / "1" / "weights.bin").write_bytes(bytes(1000))
+    assert read(tmp_path / "net").models[0].file_bytes == 1000
+    shutil.copy(EXAMPLES / "digits" / "1" / "model.onnx", tmp_path / "one.onnx")
+    (tmp_path / "one.onnx.data").write_bytes(bytes(2000))
+    (tmp_path / "other.bin").write_bytes(bytes(4000))
+    num_bytes = (tmp_path / "one.onnx").stat().st_size + 2000
+    assert read(tmp_path / "one.onnx").models[0].file_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"), [({}, 1 << 30), ({"penstock.kv_cache_bytes": "5000"}, 5000)]
+)
+def test_a_language_model_needs_its_weights_and_cache(
+    tmp_path: Path, given: dict[str, str], num_bytes: int
+) -> None:
+    write_model(tmp_path)
+    [config] = resolve(str(tmp_path)).read().configs
+    options = {**config.options, "penstock.kv_cache_bytes": "", **given}
+    found = workload.read_needs(replace(config, options=options))
+    assert found.cache_bytes == num_bytes
+    assert found.file_bytes > (tmp_path / NAME / "model.safetensors").stat().st_size
+    sized = size([found], SizeOverrides())
+    assert sized.memory_bytes > found.cache_bytes + found.file_bytes
+    on_gpu = replace(config, options=options).on(["cuda:0"])
+    assert workload.read_needs(on_gpu).cache_bytes == 0

@@ -74,6 +74,16 @@ def test_a_comment_cannot_become_content() -> None:
     assert yaml.safe_load(yaml_text.dump({"a": 1}, ["one\nb: 2"])) == {"a": 1}
 
 
+@given(texts)
+def test_every_text_may_stand_in_a_comment(text: str) -> None:
+    assert yaml.safe_load(yaml_text.dump({"a": 1}, [text])) == {"a": 1}
+
+
+def test_a_comment_of_a_template_is_no_expression() -> None:
+    text = yaml_text.dump_template({"a": 1}, ['model {{ fail "x" }}'])
+    assert text.splitlines()[0] == '# model {{ "{{" }} fail "x" }}'
+
+
 CHARTED = {
     "replicas": When('eq .Values.autoscaler "none"', False, ChartValue("replicas", 2)),
     "kept": When("true", True, {"a": 1}),

@@ -382,6 +382,26 @@ async def test_a_client_that_does_not_read_is_cut_off(until: Any) -> None:
     assert handler.num_abandoned == 1
 
 
+async def test_a_client_that_reads_gets_a_stream_of_any_length(until: Any) -> None:
+    handler = Streamed()
+    client, _ = stub(handler)
+    answer = AsgiAnswer()
+    answer.is_reading.set()
+    before = asyncio.all_tasks()
+    asking = asyncio.create_task(client.ask("GET", "/v2", answer=answer))
+    await until(lambda: handler.exchange is not None)
+    assert handler.exchange is not None
+    part, num_parts = b"x" * (1 << 20), 3 * (MAX_UNSENT_BYTES >> 20)
+    for number in range(num_parts):
+        handler.exchange.stream(part)
+        await until(lambda number=number: len(answer.parts) == number + 1)
+    handler.exchange.end_stream()
+    await asking
+    assert answer.is_complete and len(answer.parts) == num_parts + 1
+    # What watches the client ends with the answer.
+    await until(lambda: asyncio.all_tasks() == before)
+
+
 async def test_a_host_that_says_that_the_client_is_gone_ends_the_request() -> None:
     """ASGI 2.4: `send` raises OSError."""
     handler = Streamed()
@@ -395,6 +415,26 @@ async def test_a_host_that_says_that_the_client_is_gone_ends_the_request() -> No
 
     await AsgiClient(app).ask("GET", "/v2")
     assert handler.num_abandoned == 1
+
+
+async def test_closing_answers_what_has_no_answer() -> None:
+    """Its handlers are gone, and the host waits for the application."""
+    held: list[Exchange] = []
+    http = AsgiHttp(V2Http(StubRouter(held.append), LIMITS, Gate()), LIMITS)
+    asking = asyncio.create_task(AsgiClient(http.answer).ask("GET", "/v2"))
+    handler = Streamed()
+    streams = AsgiHttp(V2Http(StubRouter(handler), LIMITS, Gate()), LIMITS)
+    streaming = asyncio.create_task(AsgiClient(streams.answer).ask("GET", "/v2"))
+    await asyncio.sleep(0)
+    assert held and handler.exchange is not None
+    http.close()
+    streams.close()
+    async with asyncio.timeout(60):
+        answer = await asking
+        assert (answer.status, answer.body) == (503, b'{"error":"the server is shutting down"}')
+        with pytest.raises(AnswerCut):
+            await streaming
+    http.close()
 
 
 async def test_a_bug_of_a_handler_gets_500(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -96,6 +97,17 @@ def test_digests_of_the_same_files_are_the_same(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "identity", tmp_path / "identity")
     models = design(tmp_path).models["identity"]
     assert digest_versions(models) == digest_versions(models)
+
+
+def test_other_weights_are_another_deployment(tmp_path: Path) -> None:
+    """They lie beside config.json, which does not change."""
+    write_model(tmp_path)
+    models = design(tmp_path).models[NAME]
+    before = digest_versions(models)
+    weights = tmp_path / NAME / "model.safetensors"
+    assert weights.is_file()
+    os.utime(weights, ns=(1, 1))
+    assert digest_versions(models) != before
 
 
 def test_quotas_are_refused(tmp_path: Path) -> None:

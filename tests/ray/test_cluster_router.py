@@ -15,9 +15,13 @@ from asgi_client import AsgiAnswer, AsgiClient
 from ray_doubles import LocalHandle, cluster, run, started_replica
 from text_server import NAME, write_model
 
+from penstock.errors import ConfigError
+from penstock.protocols import key_file
 from penstock.protocols.asgi_http import AnswerEvents, AsgiExchange
 from penstock.protocols.http_reader import MessageHead
+from penstock.ray import cluster_models
 from penstock.ray import replica as replica_module
+from penstock.ray.cluster_messages import ClusterAnswer, encode_answer
 from penstock.ray.cluster_router import to_call
 from penstock.ray.prefixes import hash_blocks
 
@@ -159,6 +163,53 @@ def test_a_client_that_leaves_cancels_its_call() -> None:
     run(test)
 
 
+class Stuck(LocalHandle):
+    """Calls wait as those of Ray do that find no replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_called = asyncio.Event()
+
+    async def call(self, data: bytes, prefix: Any = ()) -> bytes:
+        self.is_called.set()
+        await asyncio.sleep(600)
+        return b""
+
+
+def test_calls_that_run_when_the_application_ends_are_answered() -> None:
+    async def test() -> None:
+        handle = Stuck()
+        async with cluster({"identity": handle}) as app:
+            asking = asyncio.create_task(AsgiClient(app).ask("POST", INFER, BODY))
+            await handle.is_called.wait()
+        assert (await asking).status == 503
+
+    run(test)
+
+
+class Quick(LocalHandle):
+    """Answers without a replica."""
+
+    async def call(self, data: bytes, prefix: Any = ()) -> bytes:
+        return encode_answer(ClusterAnswer(memoryview(b'{"versions":["1"],"data":[{"id":"a"}]}')))
+
+
+def test_lists_do_not_wait_for_a_model_without_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_models, "READY_TIMEOUT_S", 0.01)
+
+    async def test() -> None:
+        models = {"quick": Quick(), "stuck": Stuck(), "gone": LocalHandle()}
+        async with cluster(models) as app:
+            client = AsgiClient(app)
+            index = json.loads((await client.ask("POST", "/v2/repository/index")).body)
+            states = {row["name"]: row["state"] for row in index}
+            assert states == {"gone": "UNAVAILABLE", "quick": "READY", "stuck": "UNAVAILABLE"}
+            listed = json.loads((await client.ask("GET", "/v1/models")).body)
+            assert listed == {"object": "list", "data": [{"id": "a"}]}
+
+    run(test)
+
+
 def test_keys_are_checked_here_and_only_their_digest_goes_on(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[key]]\nsecret = "a secret of some length"\nscopes = ["infer"]\n')
@@ -186,6 +237,29 @@ def test_keys_are_checked_here_and_only_their_digest_goes_on(tmp_path: Path) -> 
         assert len(call.headers[b"x-api-key"]) == 64
 
     run(look)
+
+
+def test_keys_that_get_quotas_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(key_file, "WATCH_S", 0.001)
+    path = tmp_path / "keys.toml"
+    key = '[[key]]\nsecret = "a secret of some length"\nscopes = ["infer"]\n'
+    path.write_text(key)
+
+    async def test() -> None:
+        async with cluster({"identity": LocalHandle()}, api_keys=str(path)) as app:
+            before = app.gate.keys
+            path.write_text(f"{key}requests_per_s = 1\n")
+            while "quotas" not in caplog.text:
+                assert app.gate.keys is before
+                await asyncio.sleep(0.001)
+            assert app.gate.keys is before
+        with pytest.raises(ConfigError, match="has quotas"):
+            async with cluster({"identity": LocalHandle()}, api_keys=str(path)):
+                pass
+
+    run(test)
 
 
 @asynccontextmanager

@@ -4,6 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from penstock.errors import ConfigError
 from penstock.ray.core_claims import CoreClaim
 
 HOLD = (
@@ -30,3 +33,19 @@ def test_claims_do_not_overlap_and_end_with_their_process(tmp_path: Path) -> Non
     assert third.cores == {2, 3}
     again.release()
     third.release()
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    """A link in it could name any file of this user."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "core-0").symlink_to(tmp_path / "made")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in (shared, tmp_path / "link"):
+        with pytest.raises(ConfigError, match="remove it"):
+            CoreClaim(1, [0], folder)
+    shared.chmod(0o700)
+    with pytest.raises(OSError, match="core-0"):
+        CoreClaim(1, [0], shared)
+    assert not (tmp_path / "made").exists()

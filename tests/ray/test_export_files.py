@@ -79,3 +79,11 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     refused = typed(EXAMPLES, "--out", tmp_path / "file" / "out")
     assert refused.exit_code == ExitCode.FAILED
     assert "cannot be written" in refused.output
+
+
+def test_a_program_of_the_user_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("# of the user\n")
+    refused = typed(EXAMPLES, "--out", tmp_path)
+    assert refused.exit_code == ExitCode.FAILED
+    assert "app.py: not written by penstock export" in refused.output
+    assert (tmp_path / "app.py").read_text() == "# of the user\n"

@@ -114,6 +114,9 @@ def test_errors_have_statuses_and_are_not_raised(tmp_path: Path) -> None:
                 assert await rpcs.infer(data, context) == b""
                 assert context.code is code, context.details
                 assert context.details
+            context = Context(("content-length", "1"), ("content-length", "2"))
+            assert await rpcs.infer(infer_request(), context) == b""
+            assert context.code is grpc.StatusCode.INVALID_ARGUMENT, context.details
             guarded = rpcs_of(app, Gate(read_keys(keys)))
             context = Context()
             await guarded.infer(infer_request(), context)

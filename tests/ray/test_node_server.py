@@ -11,6 +11,7 @@ import pytest
 from ray_doubles import EXAMPLES, run
 
 from penstock.api.ray_options import RayOptions
+from penstock.api.server_handle import ServerHandle
 from penstock.errors import NotReady
 from penstock.ray import core_claims, node_server
 from penstock.ray.node_server import (
@@ -59,15 +60,19 @@ def test_it_runs_on_the_cores_that_it_has_claimed() -> None:
     before = os.sched_getaffinity(0)
     start = StartedServer(str(EXAMPLES / "identity"), OPTIONS, frozenset({core}))
 
+    def start_in_thread() -> tuple[ServerHandle, set[int]]:
+        return start(), os.sched_getaffinity(0)
+
     async def test() -> None:
-        handle = await asyncio.to_thread(start)
+        handle, after = await asyncio.to_thread(start_in_thread)
+        # Threads of a pool are used again.
+        assert after == before
         try:
             assert os.sched_getaffinity(handle.pid) == {core}
         finally:
             handle.stop()
 
     run(test)
-    assert os.sched_getaffinity(0) == before
 
 
 def test_cores_are_claimed_if_ray_has_assigned_a_part(

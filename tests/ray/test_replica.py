@@ -3,7 +3,9 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,18 +117,43 @@ def test_arrays_are_answered_as_by_a_model_in_process() -> None:
     run(test)
 
 
-def test_a_cancelled_call_cancels_its_request(tmp_path: Path) -> None:
+def test_arrays_stay_as_they_were_answered() -> None:
+    images = np.random.default_rng(2).random((2, 1, 8, 8), dtype=np.float32)
+
+    async def test() -> None:
+        async with started_replica("digits") as replica:
+            first = (await replica.infer(images))["logits"]
+            before = first.copy()
+            for _ in range(5):
+                await replica.infer(1 - images)
+            assert np.array_equal(first, before)
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", ["http", "rpc", "arrays"])
+def test_a_cancelled_call_cancels_its_request(tmp_path: Path, kind: str) -> None:
     write_pace(tmp_path, "pace", 2.0)
     body = b'{"inputs":[{"name":"X","datatype":"FP32","shape":[1],"data":[1]}]}'
+    message = service_pb2.ModelInferRequest(model_name="pace")
+    message.inputs.add(name="X", datatype="FP32", shape=[1])
+    message.raw_input_contents.append(np.ones(1, np.float32).tobytes())
+    rpc = messages.encode_call(ClusterCall("infer", memoryview(message.SerializeToString())))
+
+    def call(replica: ModelReplica) -> Coroutine[Any, Any, object]:
+        match kind:
+            case "http":
+                return http(replica, b"POST", b"/v2/models/pace/infer", body)
+            case "rpc":
+                return replica.call(rpc)
+            case _:
+                return replica.infer({"X": np.ones(1, np.float32)})
 
     async def test() -> None:
         async with started_replica("pace", tmp_path, drain_s=0.2) as replica:
-            calls = [
-                asyncio.create_task(http(replica, b"POST", b"/v2/models/pace/infer", body))
-                for _ in range(2)
-            ]
-            await asyncio.sleep(0.3)
-            # The second waits behind the first, which runs.
+            calls = [asyncio.create_task(call(replica)) for _ in range(2)]
+            # Both are queued in their first step; the second waits behind the first.
+            await asyncio.sleep(0)
             calls[1].cancel()
             with pytest.raises(asyncio.CancelledError):
                 await calls[1]

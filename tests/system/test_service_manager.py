@@ -31,6 +31,28 @@ def test_without_a_manager_nothing_happens(environment: dict[str, str]) -> None:
     told.close()
 
 
+def test_a_manager_that_is_busy_hears_it_later(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    other.sendto(b"other", str(tmp_path / "notify"))
+        told = ServiceManager({SOCKET: str(tmp_path / "notify")})
+        told.tell(ALIVE)
+        told.tell(READY)
+        with pytest.raises(BlockingIOError):
+            while manager.recv(100) == b"other":
+                pass
+        told.tell(ALIVE)
+        assert manager.recv(100) == b"READY=1\nWATCHDOG=1"
+        told.tell(ALIVE)
+        assert manager.recv(100) == b"WATCHDOG=1"
+        told.close()
+
+
 def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
