@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
 import penstock
-from penstock.errors import NotFound, NotReady
+from penstock.errors import NotFound, NotReady, Overloaded
 from penstock.ray.cluster_messages import ClusterAnswer, ClusterCall, decode_answer, encode_call
 from penstock.ray.replica_figures import add_statistics, join_metrics
 from penstock.repository.layout import listed
@@ -94,9 +95,12 @@ class ClusterModels:
             raise NotReady(f"not ready: {', '.join(missing)}")
 
     async def is_ready(self, name: str) -> bool:
+        """Return whether a replica can answer. One that has too much to do is ready: otherwise a
+        load balancer would take the whole application out of service under overload."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await self.manage("model_ready", name)
+                with suppress(Overloaded):
+                    await self.manage("model_ready", name)
         except UNREACHABLE:
             return False
         return True

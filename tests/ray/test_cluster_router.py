@@ -15,7 +15,7 @@ from asgi_client import AsgiAnswer, AsgiClient
 from ray_doubles import LocalHandle, cluster, run, started_replica
 from text_server import NAME, write_model
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, Overloaded
 from penstock.protocols import key_file
 from penstock.protocols.asgi_http import AnswerEvents, AsgiExchange
 from penstock.protocols.http_reader import MessageHead
@@ -324,5 +324,18 @@ def test_errors_of_texts_have_the_form_of_their_api(tmp_path: Path) -> None:
             gone = json.dumps({"model": NAME, "prompt": "x", "stream": True}).encode()
             answer = await client.ask("POST", "/v1/completions", gone)
             assert answer.status == 503
+
+    run(test)
+
+
+class Busy(LocalHandle):
+    async def call(self, data: bytes, prefix: Any = ()) -> bytes:
+        raise Overloaded("model 'busy': too many requests wait")
+
+
+def test_a_model_whose_replicas_have_too_much_to_do_is_ready() -> None:
+    async def test() -> None:
+        async with cluster({"busy": Busy()}) as app:
+            assert (await AsgiClient(app).ask("GET", "/v2/health/ready")).status == 200
 
     run(test)
