@@ -736,6 +736,40 @@ def test_the_end_of_a_rollout_is_known_to_all_shards_and_loses_nothing(promotes:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("call", "num_left"), [("drop_candidate", 1), ("unload", 0), ("load", 1)]
+)
+def test_a_client_that_leaves_while_shards_are_told_leaves_no_worker_behind(
+    call: str, num_left: int
+):
+    async def scenario(server):
+        await server.load(ECHO)
+        await split_echo(server, 0.5)
+        is_told, publish = asyncio.Event(), server.shards.publish
+
+        async def publish_late() -> None:
+            await is_told.wait()
+            await publish()
+
+        server.shards.publish = publish_late
+        catalog, scan = server.catalog, RepositoryScan([replace(ECHO, version="3")], {})
+        doing = catalog.load(scan) if call == "load" else getattr(catalog, call)("echo")
+        changing = asyncio.ensure_future(doing)
+        while catalog.rules:
+            await server.run(asyncio.sleep(0.001))
+        changing.cancel()
+        await settle()
+        is_told.set()
+        await server.run(asyncio.wait([changing]))
+        for _ in range(1000):
+            await server.run(asyncio.sleep(0.001))
+            if len(server.puppets.alive) == num_left:
+                break
+        assert len(server.puppets.alive) == num_left
+
+    run(scenario)
+
+
 def test_shards_mirror_and_compare_on_their_own():
     async def scenario(server):
         await server.load(ECHO)
