@@ -216,9 +216,10 @@ class Rollouts:
 
     async def close(self) -> None:
         """Note in the histories that the server stops; requests are not touched."""
-        for rollout in list(self._running.values()):
-            with contextlib.suppress(OSError, PenstockError):
-                await self._finish(rollout, "stopped", "the server shut down", STOPPED)
+        async with self._acting:  # A promotion that has begun ends first.
+            for rollout in list(self._running.values()):
+                with contextlib.suppress(OSError, PenstockError):
+                    await self._finish(rollout, "stopped", "the server shut down", STOPPED)
 
     async def _judge(self, rollout: Rollout) -> None:
         name = rollout.state.model
@@ -275,13 +276,17 @@ class Rollouts:
         figures = {**cause.figures, **event_figures(state)}
         why = f"{cause.reason}: {verdict.reason}" if cause.reason else verdict.reason
         change = replace(change, cause=replace(cause, reason=why, figures=figures))
+
+        async def commit() -> None:
+            await off_loop(change.apply)
+            # Here, as a server that stops cancels this call and ends the promotion all the same.
+            self._end(rollout, "promoted", verdict.reason)
+
         try:
-            await self._catalog.promote_candidate(state.model, lambda: off_loop(change.apply))
+            await self._control.promote_candidate(state.model, commit)
         except PenstockError as error:
             why = f"version {state.candidate} could not be promoted: {error}"
             await self._give_up(rollout, "stopped", why)
-            return
-        self._end(rollout, "promoted", verdict.reason)
 
     async def _give_up(
         self, rollout: Rollout, decision: Decision, reason: str, actor: str = ""

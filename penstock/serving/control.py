@@ -81,6 +81,12 @@ class Control:
             except ConfigError as error:
                 raise _refuse(f"{name}/{version}", error.problems) from None
 
+    async def promote_candidate(self, name: str, commit: Commit) -> None:
+        """Serve the candidate of a model, as `Catalog.promote_candidate` does. A reload that has read
+        the repository before it changes is over by then, or ends the rollout."""
+        async with self._lock(name):
+            await self._catalog.promote_candidate(name, commit)
+
     async def read(self, name: str, version: str) -> ModelConfig:
         """Read one version of a model. InvalidRequest if it cannot be loaded."""
         found = await asyncio.to_thread(self._read, name, version)

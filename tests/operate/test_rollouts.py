@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from penstock.errors import InvalidRequest, NotFound
 from penstock.operate.rollout_records import unfinished
 from penstock.operate.rollout_state import RolloutPlan
 from penstock.operate.rollouts import Rollouts
-from penstock.repository import history, layout
+from penstock.repository import history, layout, versions
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -64,6 +65,12 @@ class Stage:
 
     async def second(self, num_requests: int = 100, value: int = 7) -> list[Request]:
         """Serve requests, then let the rollouts look."""
+        requests = await self.answer(num_requests, value)
+        await self.act(self.rollouts.tick())
+        return requests
+
+    async def answer(self, num_requests: int = 100, value: int = 7) -> list[Request]:
+        """Serve the requests of a second."""
         requests = []
         for _ in range(num_requests):
             inputs = [from_array("x", "INT32", np.array([[value]], np.int32))]
@@ -79,7 +86,6 @@ class Stage:
             if all(each.is_done for each in requests):
                 break
         self.clock.advance(1.0)
-        await self.act(self.rollouts.tick())
         return requests
 
     async def until_ended(self, most: int = 60) -> int:
@@ -297,6 +303,83 @@ def test_a_promotion_that_the_disk_refuses_ends_with_the_stable_version(
         assert "version 2 could not be promoted: m: cannot be changed" in state.reason
         assert stage.catalog.versions("m") == ["1"]
         assert stage.served() == ["1"]
+
+    run(tmp_path, scenario)
+
+
+class SlowDisk:
+    """Promotions of versions wait on their thread until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._promote = versions.promote
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr("penstock.repository.versions.promote", self.promote)
+
+    def promote(self, *args: object) -> object:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        return self._promote(*args)
+
+    async def until_begun(self, stage: Stage) -> "asyncio.Task[None]":
+        """Serve until a promotion has begun; return the tick that waits for it."""
+        for _ in range(60):
+            await stage.answer()
+            looking = asyncio.ensure_future(stage.rollouts.tick())
+            while not looking.done() and not self.has_begun.is_set():
+                await asyncio.sleep(0.001)
+            if self.has_begun.is_set():
+                return looking
+        raise AssertionError(stage.rollouts.state("m"))
+
+
+def test_a_server_that_stops_during_a_promotion_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        await stage.start()
+        disk = SlowDisk(monkeypatch)
+        looking = await disk.until_begun(stage)
+        looking.cancel()
+        closing = asyncio.ensure_future(stage.rollouts.close())
+        await settle()
+        disk.may_end.set()
+        await stage.act(asyncio.wait([closing, looking]))
+        assert stage.kinds() == ["canary started", "forced"]
+        assert stage.rollouts.state("m").decision == "promoted"
+        assert stage.catalog.versions("m") == stage.served() == ["2"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_reload_that_read_the_repository_before_a_promotion_does_not_undo_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        await stage.start()
+        has_read, may_load, load = asyncio.Event(), asyncio.Event(), stage.catalog.load
+
+        async def load_late(found: RepositoryScan) -> None:
+            has_read.set()
+            await may_load.wait()
+            await load(found)
+
+        monkeypatch.setattr(stage.catalog, "load", load_late)
+        reloading = asyncio.ensure_future(stage.control.reload("m"))
+        await has_read.wait()
+        for _ in range(30):
+            await stage.answer()
+            looking = asyncio.ensure_future(stage.rollouts.tick())
+            for _ in range(100):
+                await asyncio.sleep(0.001)
+                if looking.done():
+                    break
+            if not looking.done() or stage.rollouts.state("m").decision != "running":
+                break
+        may_load.set()
+        await stage.act(asyncio.gather(reloading, looking))
+        assert stage.catalog.versions("m") == stage.served()
 
     run(tmp_path, scenario)
 
