@@ -128,8 +128,8 @@ class CostlySeconds:
 
     def __call__(self, reading: RolloutReading) -> Totals:
         stable, candidate = reading.stable_batches, reading.candidate_batches
-        self._recent.append(_since(stable, self._before[0]))
-        new, self._before = _since(candidate, self._before[1]), (stable, candidate)
+        self._recent.append(since(stable, self._before[0]))
+        new, self._before = since(candidate, self._before[1]), (stable, candidate)
         took_s, expected_s = self._compare(new)
         if expected_s > 0:
             self._took_s += took_s
@@ -149,7 +149,8 @@ class CostlySeconds:
         return took_s, expected_s
 
 
-def _since(now: Batches, before: Batches) -> Batches:
+def since(now: Batches, before: Batches) -> Batches:
+    """Return the batches that are new."""
     found: dict[int, tuple[int, float]] = {}
     for size, (count, seconds) in now.items():
         old_count, old_seconds = before.get(size, (0, 0.0))

@@ -22,7 +22,7 @@ from penstock.operate import model_folders, promotion
 from penstock.operate.off_loop import off_loop
 from penstock.operate.promotion import Change, Grounds
 from penstock.operate.rollout_judge import RolloutJudge, RolloutVerdict
-from penstock.operate.rollout_measures import Batches, RolloutReading
+from penstock.operate.rollout_measures import Batches, RolloutReading, since
 from penstock.operate.rollout_promise import RolloutPromise, find_promise
 from penstock.operate.rollout_records import (
     CANARY,
@@ -54,6 +54,25 @@ RESTARTED = "the server restarted; the stable version is served"
 GONE = "the model was loaded again or unloaded"
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a version has done since it was loaded."""
+
+    batches: Batches
+    num_deaths: int
+
+    @classmethod
+    def of(cls, metrics: ModelMetrics) -> Record:
+        batches = {
+            size: (each.count, each.input_s + each.infer_s + each.output_s)
+            for size, each in metrics.batches.items()
+        }
+        return cls(batches, num_deaths(metrics))
+
+    def since(self, before: Record) -> Record:
+        return Record(since(self.batches, before.batches), self.num_deaths - before.num_deaths)
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     """One running rollout."""
@@ -67,8 +86,9 @@ class Rollout:
     judge: RolloutJudge
     rule: SplitRule
     state: RolloutState
-    # Deaths of the stable version's workers before the rollout.
-    stable_deaths: int
+    # What the versions had done before the rollout.
+    stable_before: Record
+    candidate_before: Record
 
 
 class Rollouts:
@@ -113,15 +133,23 @@ class Rollouts:
         await off_loop(partial(model_folders.find_version, root, name, version))
         grounds = Grounds(actor, plan.reason, plan.force)
         change = await off_loop(partial(promotion.prepare, root, name, version, grounds))
-        stable, config = self._catalog.find(name).config, await self._control.read(name, version)
-        check_alike(stable, config)
-        folders = root / name / stable.version, root / name / version
+        stable, config = self._catalog.find(name), await self._control.read(name, version)
+        check_alike(stable.config, config)
+        folders = root / name / stable.config.version, root / name / version
         evidences = await off_loop(lambda: (_evidence(folders[0]), _evidence(folders[1])))
-        promise = find_promise(stable, config, evidences, plan.agreement)
+        promise = find_promise(stable.config, config, evidences, plan.agreement)
         try:
             candidate = await self._catalog.add_candidate(config)
         except PenstockError as error:
             raise InvalidRequest(f"failed to load '{name}/{version}': {error}") from None
+        try:
+            # What both have done so far is compared with what they do later.
+            await self._catalog.refresh()
+            if self._catalog.find(name) is not stable:
+                raise InvalidRequest(f"{name}: {GONE}; start the rollout again")
+        except BaseException:
+            await self._catalog.drop_candidate(name)
+            raise
         return await self._begin(root / name, plan, promise, change, candidate)
 
     async def _begin(
@@ -152,9 +180,8 @@ class Rollouts:
         share, steps = judge.share, (judge.step, plan.steps)
         told = name, stable.config.version, version, plan.mode, share, *steps, time.time()
         state = RolloutState(*told, reason="waiting for the first requests")
-        rollout = Rollout(
-            folder, plan, promise, change, candidate, judge, rule, state, num_deaths(stable.metrics)
-        )
+        before = Record.of(stable.metrics), Record.of(candidate.metrics)
+        rollout = Rollout(folder, plan, promise, change, candidate, judge, rule, state, *before)
         kind = SHADOW if plan.mode == "shadow" else CANARY
         try:
             event = self._event(rollout, kind, describe_start(plan, promise))
@@ -212,7 +239,10 @@ class Rollouts:
         await self._catalog.refresh()
         async with self._acting:
             for rollout in list(self._running.values()):
-                await self._judge(rollout)
+                try:
+                    await self._judge(rollout)
+                except Exception:  # One rollout that fails must not leave others unwatched.
+                    log.exception("a look at the rollout of %s failed", rollout.state.model)
 
     async def close(self) -> None:
         """Note in the histories that the server stops; requests are not touched."""
@@ -242,17 +272,18 @@ class Rollouts:
 
     def _read(self, rollout: Rollout) -> RolloutReading:
         name, candidate = rollout.state.model, rollout.candidate
-        stable = self._catalog.find(name).metrics
+        stable = Record.of(self._catalog.find(name).metrics).since(rollout.stable_before)
+        own = Record.of(candidate.metrics).since(rollout.candidate_before)
         if isinstance(candidate, ShardedVersion):
             counts = candidate.split_counts(rollout.rule.rollout)
         else:
             counts = self._catalog.splits[name].counts
         return RolloutReading(
             counts,
-            _batches(stable),
-            _batches(candidate.metrics),
-            num_deaths(stable) - rollout.stable_deaths,
-            num_deaths(candidate.metrics),
+            stable.batches,
+            own.batches,
+            stable.num_deaths,
+            own.num_deaths,
             candidate.is_ready,
             candidate.reason,
         )
@@ -346,13 +377,6 @@ class Rollouts:
 def _evidence(folder: Path) -> Mapping[str, object]:
     manifest = manifests.read(folder)
     return {} if manifest is None else manifest.evidence
-
-
-def _batches(metrics: ModelMetrics) -> Batches:
-    return {
-        size: (each.count, each.input_s + each.infer_s + each.output_s)
-        for size, each in metrics.batches.items()
-    }
 
 
 def _recover(path: str) -> None:

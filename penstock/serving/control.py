@@ -82,8 +82,8 @@ class Control:
                 raise _refuse(f"{name}/{version}", error.problems) from None
 
     async def promote_candidate(self, name: str, commit: Commit) -> None:
-        """Serve the candidate of a model, as `Catalog.promote_candidate` does. A reload that has read
-        the repository before it changes is over by then, or ends the rollout."""
+        """Serve the candidate of a model, as `Catalog.promote_candidate` does. A reload that has
+        already read the repository ends first, and the rollout with it."""
         async with self._lock(name):
             await self._catalog.promote_candidate(name, commit)
 

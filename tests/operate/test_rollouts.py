@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shutil
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 from doubles import FakeClock, Puppets, RecordingSink, settle
 
 from penstock.errors import InvalidRequest, NotFound
+from penstock.operate import promotion
+from penstock.operate.promotion import Grounds
+from penstock.operate.rollout_judge import RolloutJudge, RolloutVerdict
+from penstock.operate.rollout_measures import RolloutReading
 from penstock.operate.rollout_records import unfinished
 from penstock.operate.rollout_state import RolloutPlan
 from penstock.operate.rollouts import Rollouts
@@ -303,6 +308,97 @@ def test_a_promotion_that_the_disk_refuses_ends_with_the_stable_version(
         assert "version 2 could not be promoted: m: cannot be changed" in state.reason
         assert stage.catalog.versions("m") == ["1"]
         assert stage.served() == ["1"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_canary_with_all_requests_is_promoted_once_its_checks_hold(tmp_path: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        plan = RolloutPlan(steps=(1.0,), step_s=5.0, force="x", mirrored_per_s=1e6)
+        await stage.start(plan=plan)
+        await stage.until_ended()
+        assert stage.rollouts.state("m").decision == "promoted"
+
+    run(tmp_path, scenario)
+
+
+def test_a_version_that_is_promoted_while_its_rollout_starts_is_not_its_own_candidate(
+    tmp_path: Path,
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        change = promotion.prepare(stage.root, "m", "2", Grounds(force="a test"))
+        commit = asyncio.Event()
+        switching = asyncio.ensure_future(stage.control.switch("m", "2", commit.wait))
+        while len(stage.puppets.alive) < 2:
+            await asyncio.sleep(0.001)
+        starting = asyncio.ensure_future(stage.start())
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        change.apply()
+        commit.set()
+        await stage.act(switching)
+        with pytest.raises(InvalidRequest, match="loaded again or unloaded; start the rollout"):
+            await starting
+        assert stage.rollouts.states() == {}
+        assert stage.catalog.versions("m") == stage.served() == ["2"]
+
+    run(tmp_path, scenario)
+
+
+def test_only_what_the_versions_do_during_the_rollout_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RolloutReading] = []
+
+    def look(judge: RolloutJudge, reading: RolloutReading, now: float) -> RolloutVerdict:
+        seen.append(reading)
+        return RolloutVerdict("wait", "", ())
+
+    monkeypatch.setattr(RolloutJudge, "tick", look)
+
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        policy = "version_policy { all {} }"
+        (stage.folder / "config.pbtxt").write_text(CONFIG.format(size=1, more=policy))
+        await stage.act(stage.control.reload("m"))
+        await stage.second()
+        stage.catalog.find("m", "1").metrics.num_deaths["crash"] = 9
+        stage.catalog.find("m", "2").metrics.num_deaths["crash"] = 1
+        await stage.start("1")
+        await stage.second(0)
+        stage.catalog.find("m", "2").metrics.num_deaths["crash"] = 3
+        await stage.second()
+        assert (seen[0].stable_deaths, seen[0].candidate_deaths) == (0, 0)
+        assert seen[0].stable_batches == {}
+        assert (seen[1].stable_deaths, seen[1].candidate_deaths) == (2, 0)
+        assert 0 < sum(size * count for size, (count, _) in seen[1].stable_batches.items()) < 200
+
+    run(tmp_path, scenario)
+
+
+def test_a_rollout_that_cannot_be_judged_does_not_leave_others_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick, judges = RolloutJudge.tick, []
+
+    def fail_at_first(judge: RolloutJudge, *arguments: object) -> RolloutVerdict:
+        judges.append(judge)
+        if judge is judges[0]:
+            raise AssertionError("a bug")
+        return tick(judge, *arguments)
+
+    monkeypatch.setattr(RolloutJudge, "tick", fail_at_first)
+
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2", FAILS)
+        shutil.copytree(stage.folder, stage.root / "a")
+        await stage.act(stage.control.reload("a"))
+        await stage.act(stage.rollouts.start("a", "2", PLAN))
+        await stage.start()
+        assert await stage.until_ended() < 10
+        assert stage.rollouts.state("a").decision == "running"
 
     run(tmp_path, scenario)
 

@@ -736,9 +736,7 @@ def test_the_end_of_a_rollout_is_known_to_all_shards_and_loses_nothing(promotes:
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("call", "num_left"), [("drop_candidate", 1), ("unload", 0), ("load", 1)]
-)
+@pytest.mark.parametrize(("call", "num_left"), [("drop_candidate", 1), ("unload", 0), ("load", 1)])
 def test_a_client_that_leaves_while_shards_are_told_leaves_no_worker_behind(
     call: str, num_left: int
 ):
