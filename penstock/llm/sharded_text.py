@@ -103,7 +103,7 @@ class ShardedText(ShardedVersion):
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self._own_metrics.load_s = time.monotonic() - began
-        self.count(self._readings)
+        self.count(self.readings)
 
     async def _open_in_shards(self) -> None:
         self.vocabulary = await self._renderer.process.start()

@@ -153,7 +153,8 @@ class ShardedVersion:
         self._shards = shards
         # What shards that have ended had counted.
         self._retired: list[ModelReading] = []
-        self._readings: Mapping[int, ModelReading] = {}
+        # What the others had counted when they were read last, by shard.
+        self.readings: Mapping[int, ModelReading] = {}
         self._is_closing = False
 
     @property
@@ -178,19 +179,19 @@ class ShardedVersion:
 
     def leave(self, shard: int) -> None:
         """Forget a shard that has ended, but not what it had counted."""
-        if (reading := dict(self._readings).get(shard)) is not None:
+        if (reading := dict(self.readings).get(shard)) is not None:
             self._retired.append(reading)
-            self._readings = {n: each for n, each in self._readings.items() if n != shard}
+            self.readings = {n: each for n, each in self.readings.items() if n != shard}
 
     def count(self, readings: Mapping[int, ModelReading]) -> None:
         """Use what the shards have counted, by shard."""
-        self._readings = readings
+        self.readings = readings
         self.num_waiting = sum(each.num_waiting for each in readings.values())
 
     def split_counts(self, rollout: int) -> SplitCounts:
         """Return what all shards have counted for the rollout of which this is the candidate."""
         total = SplitCounts(rollout=rollout)
-        for reading in (*self._retired, *self._readings.values()):
+        for reading in (*self._retired, *self.readings.values()):
             if reading.split is not None and reading.split.rollout == rollout:
                 total.merge(reading.split)
         return total
@@ -496,11 +497,18 @@ class Shards:
 
     async def read(self) -> None:
         """Read what all shards have counted. A shard that is killed loses what it has counted since
-        the last time."""
+        the last time; of one that does not answer, the last reading stays."""
+        asked = dict(self._sessions)
         answers = await self.ask_all(frames.ReadModels())
-        readings = {shard: decode_readings(answer) for shard, answer in answers.items()}
+        readings = {
+            shard: decode_readings(answer)
+            for shard, answer in answers.items()
+            # Otherwise its last reading is counted already, as that of a shard that has ended.
+            if self._sessions.get(shard) is asked[shard]
+        }
         for number, model in self._models.items():
-            model.count({n: each[number] for n, each in readings.items() if number in each})
+            new = {n: each[number] for n, each in readings.items() if number in each}
+            model.count({**model.readings, **new})
 
     def _publishing(self) -> frames.Publish:
         self._epoch += 1
