@@ -183,6 +183,24 @@ def test_a_candidate_that_fails_is_rolled_back(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_a_rollout_that_is_rolled_back_is_no_change_that_could_be_rolled_back(
+    tmp_path: Path,
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2", FAILS)
+        add_version(stage.root, "3")
+        policy = "version_policy { specific { versions: [1, 3] } }"
+        (stage.folder / "config.pbtxt").write_text(CONFIG.format(size=1, more=policy))
+        await stage.act(stage.control.reload("m"))
+        await stage.start()
+        await stage.until_ended()
+        assert stage.kinds() == ["canary started", "rolled back"]
+        assert stage.served() == ["1", "3"]
+        assert history.rollback_target(history.read(stage.folder), stage.served()) == ()
+
+    run(tmp_path, scenario)
+
+
 def test_a_shadow_is_compared_and_answers_nothing(tmp_path: Path) -> None:
     async def scenario(stage: Stage) -> None:
         add_version(stage.root, "2", FAILS)
