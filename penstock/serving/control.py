@@ -140,10 +140,12 @@ class Reloader:
             await asyncio.sleep(self._interval_s)
 
     def _files(self) -> dict[str, list[Path]]:
-        """Return the files of each loaded Python model, one for each version."""
+        """Return the files of each loaded Python model, one for each version. Candidates do not
+        count: a reload would end their rollout."""
         found: dict[str, list[Path]] = {}
         for model in self._catalog:
-            if model.config.backend == "python":
+            name, version = model.config.name, model.config.version
+            if model.config.backend == "python" and version in self._catalog.versions(name):
                 found.setdefault(model.config.name, []).append(Path(model.config.artifact))
         return found
 
