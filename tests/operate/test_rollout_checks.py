@@ -1,5 +1,6 @@
 """One check: its states, and what it says."""
 
+import numpy as np
 import pytest
 
 from penstock.operate.rollout_checks import CheckText, ShareCheck, Totals, percent
@@ -50,6 +51,22 @@ def test_the_stable_version_in_the_same_seconds_decides_what_is_allowed(stable_l
     for _ in range(20):
         check.add(Totals(15, 50, stable_late, 500))
     assert check.state == ("open" if stable_late else "broken")
+
+
+@pytest.mark.parametrize("period", [2, 5])
+def test_late_requests_that_end_seconds_after_their_burst_are_compared_with_it(
+    period: int,
+) -> None:
+    """The share is a third of what is allowed, but late requests are alone in their second."""
+    random = np.random.default_rng(1)
+    checks = [ShareCheck(LATE, 0.01, 0.002) for _ in range(20)]
+    for check in checks:
+        for late, stable_late in random.binomial(100, 0.003, (600 // period, 2)):
+            check.add(Totals(0, 100 - late, 0, 100 - stable_late))
+            check.add(Totals(late, late, stable_late, stable_late))
+            for _ in range(period - 2):
+                check.add(Totals(0, 0))
+    assert [check for check in checks if check.test.is_rejected] == []
 
 
 def test_a_limit_that_both_versions_miss_does_not_hold() -> None:
