@@ -49,10 +49,10 @@ class Version:
         self._clock.advance(self.takes_s)
         found = self.answer(to_array(request.inputs[0]))
         request.num_rows = request.inputs[0].shape[0]
+        request.timings.completed = self._clock()
         if isinstance(found, PenstockError):
             request.respond(found)
             return
-        request.timings.completed = self._clock()
         outputs = [from_array("y", "FP32", found)]
         request.respond(Response("m", self.config.version, outputs))
 
@@ -180,6 +180,21 @@ def test_failures_and_refusals_are_told_apart_from_faults_of_clients():
             assert isinstance(stage.send().sink.inner.error, type(error))
         counts = stage.counts.candidate
         assert (counts.num_failed, counts.late, counts.num_requests) == (1, [1], 2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("waited_s", "late"), [(0.03, [1]), (0.01, [])])
+def test_a_client_that_leaves_after_the_limit_was_answered_late(waited_s: float, late: list[int]):
+    """Otherwise a version so slow that clients give up would have no late request."""
+
+    async def scenario():
+        stage = Stage(replace_rule(share=1.0))
+        stage.candidate.takes_s = waited_s
+        stage.candidate.answer = lambda x: Cancelled("the client left")
+        stage.send()
+        counts = stage.counts.candidate
+        assert (counts.late, counts.num_requests, counts.num_failed) == (late, len(late), 0)
 
     run(scenario)
 
