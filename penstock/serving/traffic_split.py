@@ -221,7 +221,7 @@ class MirrorSink:
 def note_answer(
     side: SideCounts, request: Request, answer: Response | PenstockError, rule: SplitRule
 ) -> None:
-    """Count one ended request of a version. One whose client leaves is late if it was until then."""
+    """Count one ended request of a version. One whose client has left is late if it was by then."""
     took_s = request.timings.completed - request.timings.received
     if not isinstance(answer, PenstockError):
         side.add(LATENCY, took_s, rule.limits)
