@@ -80,6 +80,14 @@ def test_a_limit_that_both_versions_miss_does_not_hold() -> None:
     assert check.state == "holds"
 
 
+def test_a_limit_that_is_missed_as_the_stable_version_does_is_not_kept() -> None:
+    check = ShareCheck(LATE, 0.01, 0.002)
+    for _ in range(300):
+        check.add(Totals(15, 1000, 200, 10_000))
+    assert check.test.e_value < 1
+    assert check.state == "open"
+
+
 def test_a_second_without_candidate_requests_says_nothing() -> None:
     check = ShareCheck(LATE, 0.01, 0.002)
     check.add(Totals(0, 0, 3, 500))
