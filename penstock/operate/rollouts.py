@@ -385,16 +385,21 @@ def _recover(path: str) -> None:
     except ConfigError:
         return  # A model by itself has no versions.
     for name in layout.names(root):
-        folder = root / name
-        if not (folder / history.NAME).is_file():
+        if not (root / name / history.NAME).is_file():
             continue
-        begun = unfinished(history.read(folder))
-        if begun is not None:
-            event = Cause(STOPPED, reason=RESTARTED).event(begun.version, begun.previous)
-            history.append(folder, event)
-            log.warning(
-                "%s: the rollout of version %s has ended: %s", name, begun.version, RESTARTED
-            )
+        try:
+            _note_end(root / name)
+        except (OSError, PenstockError) as error:
+            log.warning("%s: the end of an earlier rollout cannot be noted: %s", name, error)
+
+
+def _note_end(folder: Path) -> None:
+    begun = unfinished(history.read(folder))
+    if begun is not None:
+        event = Cause(STOPPED, reason=RESTARTED).event(begun.version, begun.previous)
+        history.append(folder, event)
+        text = "%s: the rollout of version %s has ended: %s"
+        log.warning(text, folder.name, begun.version, RESTARTED)
 
 
 def _log(level: int, state: RolloutState, text: str) -> None:

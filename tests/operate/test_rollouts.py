@@ -20,6 +20,7 @@ from penstock.operate.rollout_records import unfinished
 from penstock.operate.rollout_state import RolloutPlan
 from penstock.operate.rollouts import Rollouts
 from penstock.repository import history, layout, versions
+from penstock.repository.history import HistoryEvent
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -417,6 +418,31 @@ def test_a_rollout_that_cannot_be_judged_does_not_leave_others_unwatched(
         await stage.start()
         assert await stage.until_ended() < 10
         assert stage.rollouts.state("a").decision == "running"
+
+    run(tmp_path, scenario)
+
+
+def test_a_history_that_cannot_be_written_does_not_keep_others_from_their_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        await stage.start()
+        await stage.rollouts.close()
+        started = history.read(stage.folder)[0]
+        for name in ("a", "z"):
+            shutil.copytree(stage.folder, stage.root / name)
+            history.append(stage.root / name, started)
+        append = history.append
+
+        def fail_first(folder: Path, event: HistoryEvent) -> None:
+            if folder.name == "a":
+                raise OSError(30, "Read-only file system")
+            append(folder, event)
+
+        monkeypatch.setattr("penstock.repository.history.append", fail_first)
+        await Rollouts(stage.catalog, stage.control).recover()
+        assert "server restarted" in history.read(stage.root / "z")[-1].reason
 
     run(tmp_path, scenario)
 
