@@ -199,6 +199,9 @@ class Rollouts:
     async def stop(self, name: str, actor: str = "", reason: str = "") -> HistoryEvent:
         """End a rollout: the stable version gets all requests. NotFound if none is running."""
         async with self._acting:
+            if name in self._starting:
+                advice = "stop the rollout after that"
+                raise InvalidRequest(f"{name}: the candidate is still loading; {advice}")
             if (rollout := self._running.get(name)) is None:
                 raise NotFound(f"{name}: no rollout is running")
             why = f"stopped by {actor or 'an operator'}" + (f": {reason}" if reason else "")

@@ -256,7 +256,12 @@ def test_an_operator_stops_a_rollout(tmp_path: Path) -> None:
         add_version(stage.root, "2")
         with pytest.raises(NotFound, match="no rollout is running"):
             await stage.rollouts.stop("m")
-        await stage.start()
+        starting = asyncio.ensure_future(stage.rollouts.start("m", "2", PLAN))
+        await asyncio.sleep(0)
+        assert stage.rollouts.is_running("m")
+        with pytest.raises(InvalidRequest, match="the candidate is still loading; stop"):
+            await stage.rollouts.stop("m")
+        await stage.act(starting)
         event = await stage.act(stage.rollouts.stop("m", "bob", "lunch"))
         assert (event.kind, event.actor) == ("rollout stopped", "bob")
         state = stage.rollouts.state("m")
