@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -89,6 +89,8 @@ class Rollout:
     # What the versions had done before the rollout.
     stable_before: Record
     candidate_before: Record
+    # One change at a time: a tick does not act on a rollout that is being stopped or promoted.
+    acting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Rollouts:
@@ -108,8 +110,6 @@ class Rollouts:
         # The last rollout of each model that has ended.
         self._ended: dict[str, RolloutState] = {}
         self._number = 0
-        # Changes of one rollout at a time: a tick does not act on one that is being stopped.
-        self._acting = asyncio.Lock()
 
     # What operators ask for.
 
@@ -198,12 +198,14 @@ class Rollouts:
 
     async def stop(self, name: str, actor: str = "", reason: str = "") -> HistoryEvent:
         """End a rollout: the stable version gets all requests. NotFound if none is running."""
-        async with self._acting:
-            if name in self._starting:
-                advice = "stop the rollout after that"
-                raise InvalidRequest(f"{name}: the candidate is still loading; {advice}")
-            if (rollout := self._running.get(name)) is None:
-                raise NotFound(f"{name}: no rollout is running")
+        if name in self._starting:
+            advice = "stop the rollout after that"
+            raise InvalidRequest(f"{name}: the candidate is still loading; {advice}")
+        if (rollout := self._running.get(name)) is None:
+            raise NotFound(f"{name}: no rollout is running")
+        async with rollout.acting:
+            if self._running.get(name) is not rollout:
+                raise NotFound(f"{name}: no rollout is running any more")
             why = f"stopped by {actor or 'an operator'}" + (f": {reason}" if reason else "")
             return await self._give_up(rollout, "stopped", why, actor)
 
@@ -228,31 +230,43 @@ class Rollouts:
             log.warning("ends of earlier rollouts cannot be noted: %s", error)
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            try:
-                await self.tick()
-            except Exception:  # One tick that fails must not leave candidates unwatched.
-                log.exception("a look at the rollouts failed; looking again")
+        async with asyncio.TaskGroup() as ticks:
+            while True:
+                await asyncio.sleep(TICK_S)
+                # A promotion takes as long as its files are read: the next tick does not wait.
+                ticks.create_task(self._try_tick())
+
+    async def _try_tick(self) -> None:
+        try:
+            await self.tick()
+        except Exception:  # One tick that fails must not leave candidates unwatched.
+            log.exception("a look at the rollouts failed; looking again")
 
     async def tick(self) -> None:
-        """Judge all rollouts by what was counted until now."""
+        """Judge all rollouts by what was counted until now, but those that are changing."""
         if not self._running:
             return
         await self._catalog.refresh()
-        async with self._acting:
-            for rollout in list(self._running.values()):
+        await asyncio.gather(*map(self._look, list(self._running.values())))
+
+    async def _look(self, rollout: Rollout) -> None:
+        name = rollout.state.model
+        if rollout.acting.locked():
+            return
+        async with rollout.acting:
+            if self._running.get(name) is rollout:
                 try:
                     await self._judge(rollout)
                 except Exception:  # One rollout that fails must not leave others unwatched.
-                    log.exception("a look at the rollout of %s failed", rollout.state.model)
+                    log.exception("a look at the rollout of %s failed", name)
 
     async def close(self) -> None:
         """Note in the histories that the server stops; requests are not touched."""
-        async with self._acting:  # A promotion that has begun ends first.
-            for rollout in list(self._running.values()):
-                with contextlib.suppress(OSError, PenstockError):
-                    await self._finish(rollout, "stopped", "the server shut down", STOPPED)
+        for name, rollout in list(self._running.items()):
+            async with rollout.acting:  # A promotion that has begun ends first.
+                if self._running.get(name) is rollout:
+                    with contextlib.suppress(OSError, PenstockError):
+                        await self._finish(rollout, "stopped", "the server shut down", STOPPED)
 
     async def _judge(self, rollout: Rollout) -> None:
         name = rollout.state.model

@@ -477,6 +477,30 @@ class SlowDisk:
         raise AssertionError(stage.rollouts.state("m"))
 
 
+def test_a_promotion_that_takes_long_does_not_hold_up_other_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        for name in ("a", "b"):
+            shutil.copytree(stage.folder, stage.root / name)
+            await stage.act(stage.control.reload(name))
+            await stage.act(stage.rollouts.start(name, "2", PLAN))
+        await stage.start()
+        disk = SlowDisk(monkeypatch)
+        promoting = await disk.until_begun(stage)
+        await stage.act(stage.rollouts.stop("a"))
+        await stage.act(stage.control.reload("b"))
+        await stage.act(stage.rollouts.tick())
+        decisions = {name: stage.rollouts.state(name).decision for name in ("a", "b", "m")}
+        assert decisions == {"a": "stopped", "b": "stopped", "m": "running"}
+        disk.may_end.set()
+        await stage.act(promoting)
+        assert stage.rollouts.state("m").decision == "promoted"
+
+    run(tmp_path, scenario)
+
+
 def test_a_server_that_stops_during_a_promotion_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
