@@ -123,7 +123,10 @@ class Journey:
         request, owner = self.request, self.owner
         is_last = self.at == len(owner.models) - 1
         outputs = request.outputs if is_last else ()
-        inner = Request(self, tensors, request.timings.received, id=request.id, outputs=outputs)
+        # Stages do not count mirrors as requests, as the whole does not.
+        make = type(request)
+        inner = make(self, tensors, request.timings.received, id=request.id, outputs=outputs)
+        owner.models[self.at].metrics.has_mirrors |= request.is_mirror
         inner.caller, inner.priority = request.caller, request.priority
         inner.parameters = request.parameters
         inner.takes_arrays = is_last and request.takes_arrays

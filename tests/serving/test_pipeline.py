@@ -248,6 +248,19 @@ def test_answers_keep_the_order_of_arrival_if_asked():
     run(scenario, config, two_stages(config, {"null.fail_on": "7"}))
 
 
+def test_a_mirror_counts_in_no_stage_as_a_request():
+    async def scenario(pipeline, puppets):
+        asked = ask([[1]])
+        mirror = MirrorRequest(RecordingSink(), asked.inputs, asked.timings.received)
+        pipeline.submit(mirror)
+        await puppets.step_all()
+        assert mirror.sink.error is None
+        counts = [(each.metrics.num_success, each.metrics.batch_sizes) for each in pipeline.models]
+        assert counts == [(0, {1: 1}), (0, {1: 1})]
+
+    run(scenario)
+
+
 def test_a_mirror_holds_no_answer_of_a_client_back():
     async def scenario(pipeline, puppets):
         asked, bad = ask([[1]]), ask([[7, 7]])
