@@ -95,8 +95,10 @@ class ShareCheck:
             return
         stable = self._stable_share(second)
         allowed = max(self.limit, TOLERATED * stable / (1 + (TOLERATED - 1) * stable))
-        self.test.add(second.wrong / second.total / allowed)
-        self._power.add(second.total, allowed)
+        # Late requests end seconds after those that they came with, perhaps alone.
+        num_allowed = allowed * max(each.total for each in self._recent)
+        self.test.add(second.wrong / num_allowed)
+        self._power.add(second.total, num_allowed)
 
     def _stable_share(self, second: Totals) -> float:
         total = sum(each.stable_total for each in self._recent)

@@ -108,11 +108,11 @@ class RolloutJudge:
             reason = f"all checks hold; this step lasts {left_s:.0f} s longer"
             return RolloutVerdict("wait", reason, checks)
         steps, following = self._plan.steps, self.step + 1
-        if following >= len(steps):
+        if not steps:
             reason = "all checks hold; promote it, or start a canary, when you like"
             return RolloutVerdict("wait", reason, checks)
         told = "; ".join(f"{each.check.text.name}: {_short(each.check)}" for each in self._watched)
-        if steps[following] >= 1:
+        if following == len(steps) or steps[following] >= 1:
             return RolloutVerdict("promote", f"all checks hold ({told})", checks)
         self.step, self._step_began = following, now
         for each in self._watched:

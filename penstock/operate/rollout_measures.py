@@ -134,7 +134,7 @@ class CostlySeconds:
 
     def __call__(self, reading: RolloutReading) -> Totals:
         stable, candidate = reading.stable_batches, reading.candidate_batches
-        own, new = _since(stable, self._before[0]), _since(candidate, self._before[1])
+        own, new = since(stable, self._before[0]), since(candidate, self._before[1])
         self._recent.append(own)
         self._before = stable, candidate
         is_alike = _num_batches(new) >= ALIKE * _num_batches(own)
@@ -163,7 +163,8 @@ def _num_batches(batches: Batches) -> int:
     return sum(count for count, _ in batches.values())
 
 
-def _since(now: Batches, before: Batches) -> Batches:
+def since(now: Batches, before: Batches) -> Batches:
+    """Return the batches that are new."""
     found: dict[int, tuple[int, float]] = {}
     for size, (count, seconds) in now.items():
         old_count, old_seconds = before.get(size, (0, 0.0))

@@ -133,7 +133,9 @@ def _disagreeing(evidences: tuple[Evidence, Evidence]) -> tuple[float, str]:
     if stable and sources[0] != sources[1]:
         return MAX_DISAGREEING, "the default, as the versions were made from different originals"
     total = sum(each for each in known if each is not None)
-    return max(LEAST_DISAGREEING, min(total, 1.0)), "the agreement of the evidence"
+    if total >= 1:
+        return MAX_DISAGREEING, "the default, as the evidence allows any disagreement"
+    return max(LEAST_DISAGREEING, total), "the agreement of the evidence"
 
 
 def _bound(evidence: Evidence) -> float | None:

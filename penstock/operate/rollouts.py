@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from penstock.operate import model_folders, promotion
 from penstock.operate.off_loop import off_loop
 from penstock.operate.promotion import Change, Grounds
 from penstock.operate.rollout_judge import RolloutJudge, RolloutVerdict
-from penstock.operate.rollout_measures import Batches, RolloutReading
+from penstock.operate.rollout_measures import Batches, RolloutReading, since
 from penstock.operate.rollout_promise import RolloutPromise, find_promise
 from penstock.operate.rollout_records import (
     CANARY,
@@ -54,6 +54,25 @@ RESTARTED = "the server restarted; the stable version is served"
 GONE = "the model was loaded again or unloaded"
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a version has done since it was loaded."""
+
+    batches: Batches
+    num_deaths: int
+
+    @classmethod
+    def of(cls, metrics: ModelMetrics) -> Record:
+        batches = {
+            size: (each.count, each.input_s + each.infer_s + each.output_s)
+            for size, each in metrics.batches.items()
+        }
+        return cls(batches, num_deaths(metrics))
+
+    def since(self, before: Record) -> Record:
+        return Record(since(self.batches, before.batches), self.num_deaths - before.num_deaths)
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     """One running rollout."""
@@ -67,8 +86,11 @@ class Rollout:
     judge: RolloutJudge
     rule: SplitRule
     state: RolloutState
-    # Deaths of the stable version's workers before the rollout.
-    stable_deaths: int
+    # What the versions had done before the rollout.
+    stable_before: Record
+    candidate_before: Record
+    # One change at a time: a tick does not act on a rollout that is being stopped or promoted.
+    acting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Rollouts:
@@ -88,8 +110,6 @@ class Rollouts:
         # The last rollout of each model that has ended.
         self._ended: dict[str, RolloutState] = {}
         self._number = 0
-        # Changes of one rollout at a time: a tick does not act on one that is being stopped.
-        self._acting = asyncio.Lock()
 
     # What operators ask for.
 
@@ -113,15 +133,23 @@ class Rollouts:
         await off_loop(partial(model_folders.find_version, root, name, version))
         grounds = Grounds(actor, plan.reason, plan.force)
         change = await off_loop(partial(promotion.prepare, root, name, version, grounds))
-        stable, config = self._catalog.find(name).config, await self._control.read(name, version)
-        check_alike(stable, config)
-        folders = root / name / stable.version, root / name / version
+        stable, config = self._catalog.find(name), await self._control.read(name, version)
+        check_alike(stable.config, config)
+        folders = root / name / stable.config.version, root / name / version
         evidences = await off_loop(lambda: (_evidence(folders[0]), _evidence(folders[1])))
-        promise = find_promise(stable, config, evidences, plan.agreement)
+        promise = find_promise(stable.config, config, evidences, plan.agreement)
         try:
             candidate = await self._catalog.add_candidate(config)
         except PenstockError as error:
             raise InvalidRequest(f"failed to load '{name}/{version}': {error}") from None
+        try:
+            # What both have done so far is compared with what they do later.
+            await self._catalog.refresh()
+            if self._catalog.find(name) is not stable:
+                raise InvalidRequest(f"{name}: {GONE}; start the rollout again")
+        except BaseException:
+            await self._catalog.drop_candidate(name)
+            raise
         return await self._begin(root / name, plan, promise, change, candidate)
 
     async def _begin(
@@ -152,9 +180,8 @@ class Rollouts:
         share, steps = judge.share, (judge.step, plan.steps)
         told = name, stable.config.version, version, plan.mode, share, *steps, time.time()
         state = RolloutState(*told, reason="waiting for the first requests")
-        rollout = Rollout(
-            folder, plan, promise, change, candidate, judge, rule, state, num_deaths(stable.metrics)
-        )
+        before = Record.of(stable.metrics), Record.of(candidate.metrics)
+        rollout = Rollout(folder, plan, promise, change, candidate, judge, rule, state, *before)
         kind = SHADOW if plan.mode == "shadow" else CANARY
         try:
             event = self._event(rollout, kind, describe_start(plan, promise))
@@ -171,9 +198,14 @@ class Rollouts:
 
     async def stop(self, name: str, actor: str = "", reason: str = "") -> HistoryEvent:
         """End a rollout: the stable version gets all requests. NotFound if none is running."""
-        async with self._acting:
-            if (rollout := self._running.get(name)) is None:
-                raise NotFound(f"{name}: no rollout is running")
+        if name in self._starting:
+            advice = "stop the rollout after that"
+            raise InvalidRequest(f"{name}: the candidate is still loading; {advice}")
+        if (rollout := self._running.get(name)) is None:
+            raise NotFound(f"{name}: no rollout is running")
+        async with rollout.acting:
+            if self._running.get(name) is not rollout:
+                raise NotFound(f"{name}: no rollout is running any more")
             why = f"stopped by {actor or 'an operator'}" + (f": {reason}" if reason else "")
             return await self._give_up(rollout, "stopped", why, actor)
 
@@ -198,27 +230,43 @@ class Rollouts:
             log.warning("ends of earlier rollouts cannot be noted: %s", error)
 
     async def run(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            try:
-                await self.tick()
-            except Exception:  # One tick that fails must not leave candidates unwatched.
-                log.exception("a look at the rollouts failed; looking again")
+        async with asyncio.TaskGroup() as ticks:
+            while True:
+                await asyncio.sleep(TICK_S)
+                # A promotion takes as long as its files are read: the next tick does not wait.
+                ticks.create_task(self._try_tick())
+
+    async def _try_tick(self) -> None:
+        try:
+            await self.tick()
+        except Exception:  # One tick that fails must not leave candidates unwatched.
+            log.exception("a look at the rollouts failed; looking again")
 
     async def tick(self) -> None:
-        """Judge all rollouts by what was counted until now."""
+        """Judge all rollouts by what was counted until now, but those that are changing."""
         if not self._running:
             return
         await self._catalog.refresh()
-        async with self._acting:
-            for rollout in list(self._running.values()):
-                await self._judge(rollout)
+        await asyncio.gather(*map(self._look, list(self._running.values())))
+
+    async def _look(self, rollout: Rollout) -> None:
+        name = rollout.state.model
+        if rollout.acting.locked():
+            return
+        async with rollout.acting:
+            if self._running.get(name) is rollout:
+                try:
+                    await self._judge(rollout)
+                except Exception:  # One rollout that fails must not leave others unwatched.
+                    log.exception("a look at the rollout of %s failed", name)
 
     async def close(self) -> None:
         """Note in the histories that the server stops; requests are not touched."""
-        for rollout in list(self._running.values()):
-            with contextlib.suppress(OSError, PenstockError):
-                await self._finish(rollout, "stopped", "the server shut down", STOPPED)
+        for name, rollout in list(self._running.items()):
+            async with rollout.acting:  # A promotion that has begun ends first.
+                if self._running.get(name) is rollout:
+                    with contextlib.suppress(OSError, PenstockError):
+                        await self._finish(rollout, "stopped", "the server shut down", STOPPED)
 
     async def _judge(self, rollout: Rollout) -> None:
         name = rollout.state.model
@@ -241,17 +289,18 @@ class Rollouts:
 
     def _read(self, rollout: Rollout) -> RolloutReading:
         name, candidate = rollout.state.model, rollout.candidate
-        stable = self._catalog.find(name).metrics
+        stable = Record.of(self._catalog.find(name).metrics).since(rollout.stable_before)
+        own = Record.of(candidate.metrics).since(rollout.candidate_before)
         if isinstance(candidate, ShardedVersion):
             counts = candidate.split_counts(rollout.rule.rollout)
         else:
             counts = self._catalog.splits[name].counts
         return RolloutReading(
             counts,
-            _batches(stable),
-            _batches(candidate.metrics),
-            num_deaths(stable) - rollout.stable_deaths,
-            num_deaths(candidate.metrics),
+            stable.batches,
+            own.batches,
+            stable.num_deaths,
+            own.num_deaths,
             candidate.is_ready,
             candidate.reason,
         )
@@ -275,13 +324,17 @@ class Rollouts:
         figures = {**cause.figures, **event_figures(state)}
         why = f"{cause.reason}: {verdict.reason}" if cause.reason else verdict.reason
         change = replace(change, cause=replace(cause, reason=why, figures=figures))
+
+        async def commit() -> None:
+            await off_loop(change.apply)
+            # Here, as a server that stops cancels this call and ends the promotion all the same.
+            self._end(rollout, "promoted", verdict.reason)
+
         try:
-            await self._catalog.promote_candidate(state.model, lambda: off_loop(change.apply))
+            await self._control.promote_candidate(state.model, commit)
         except PenstockError as error:
             why = f"version {state.candidate} could not be promoted: {error}"
             await self._give_up(rollout, "stopped", why)
-            return
-        self._end(rollout, "promoted", verdict.reason)
 
     async def _give_up(
         self, rollout: Rollout, decision: Decision, reason: str, actor: str = ""
@@ -343,29 +396,27 @@ def _evidence(folder: Path) -> Mapping[str, object]:
     return {} if manifest is None else manifest.evidence
 
 
-def _batches(metrics: ModelMetrics) -> Batches:
-    return {
-        size: (each.count, each.input_s + each.infer_s + each.output_s)
-        for size, each in metrics.batches.items()
-    }
-
-
 def _recover(path: str) -> None:
     try:
         root = model_folders.find_repository(path)
     except ConfigError:
         return  # A model by itself has no versions.
     for name in layout.names(root):
-        folder = root / name
-        if not (folder / history.NAME).is_file():
+        if not (root / name / history.NAME).is_file():
             continue
-        begun = unfinished(history.read(folder))
-        if begun is not None:
-            event = Cause(STOPPED, reason=RESTARTED).event(begun.version, begun.previous)
-            history.append(folder, event)
-            log.warning(
-                "%s: the rollout of version %s has ended: %s", name, begun.version, RESTARTED
-            )
+        try:
+            _note_end(root / name)
+        except (OSError, PenstockError) as error:
+            log.warning("%s: the end of an earlier rollout cannot be noted: %s", name, error)
+
+
+def _note_end(folder: Path) -> None:
+    begun = unfinished(history.read(folder))
+    if begun is not None:
+        event = Cause(STOPPED, reason=RESTARTED).event(begun.version, begun.previous)
+        history.append(folder, event)
+        text = "%s: the rollout of version %s has ended: %s"
+        log.warning(text, folder.name, begun.version, RESTARTED)
 
 
 def _log(level: int, state: RolloutState, text: str) -> None:

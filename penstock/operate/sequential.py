@@ -108,10 +108,10 @@ class PowerCheck:
     def power(self) -> float:
         return float(np.mean(self._twins.rejections))
 
-    def add(self, num_events: int, allowed: float) -> None:
-        """Follow an observation of the test: of so many events, this share was allowed."""
+    def add(self, num_events: int, num_allowed: float) -> None:
+        """Follow an observation of the test: this number of so many events was allowed."""
         counts = self._random.binomial(num_events, self.share, NUM_TWINS)
-        self._twins.add(counts / num_events / allowed)
+        self._twins.add(counts / num_allowed)
 
 
 def num_needed(limit: float, share: float, alpha: float) -> int:

@@ -73,7 +73,7 @@ class VersionActions:
         return {name: getattr(self, name) for name in ACTIONS}
 
     async def versions(self, call: ManagementCall) -> bytes:
-        loaded = self._catalog.versions(call.model_name)
+        loaded = self._loaded(call.model_name)
         return _json(await self._read(version_list.list_versions, call.model_name, loaded))
 
     async def history(self, call: ManagementCall) -> bytes:
@@ -137,7 +137,7 @@ class VersionActions:
         keep, dry_run = int(call.parameters["keep"]), bool(call.parameters.get("dry_run"))
         if not dry_run:
             self._check_changes()
-        name, loaded = call.model_name, self._catalog.versions(call.model_name)
+        name, loaded = call.model_name, self._loaded(call.model_name)
         grounds = self._grounds(call)
         return _json(await self._read(pruning.prune, name, keep, grounds, loaded, dry_run))
 
@@ -169,6 +169,11 @@ class VersionActions:
 
     async def _root(self) -> Path:
         return await off_loop(partial(model_folders.find_repository, self._control.path))
+
+    def _loaded(self, name: str) -> list[str]:
+        """Return the loaded versions of a model, with the candidate of its rollout."""
+        configs = (each.config for each in self._catalog)
+        return [config.version for config in configs if config.name == name]
 
     def _grounds(self, call: ManagementCall, force: str = "") -> Grounds:
         reason = str(call.parameters.get("reason", ""))

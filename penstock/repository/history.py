@@ -112,7 +112,7 @@ def _decode(line: bytes) -> HistoryEvent | None:
 def rollback_target(events: Sequence[HistoryEvent], served: Sequence[str]) -> Versions:
     """Return the versions that were served before those of now; empty if the history knows none. A
     rollback undoes the last promotion that is not undone yet, so a second one goes further back."""
-    changes = [event for event in events if event.kind in CHANGES]
+    changes = [event for event in events if _changes_repository(event)]
     # What was served, the latest last, without what was rolled back.
     stack: list[Versions] = []
     for index, event in enumerate(changes):
@@ -131,3 +131,10 @@ def rollback_target(events: Sequence[HistoryEvent], served: Sequence[str]) -> Ve
     if stack[-1:] == [tuple(served)]:
         stack.pop()
     return stack[-1] if stack else ()
+
+
+def _changes_repository(event: HistoryEvent) -> bool:
+    """Whether another version is served from then on. A rollout that is rolled back changes
+    nothing on disk; its events have its mode."""
+    is_of_rollout = event.kind == ROLLED_BACK and "mode" in event.figures
+    return event.kind in CHANGES and not is_of_rollout

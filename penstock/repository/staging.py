@@ -154,7 +154,10 @@ def append(path: Path, line: bytes) -> None:
     """Append a line, on a line of its own even after one that a crash cut off. If the disk is full,
     no part of the line is left."""
     with open(path, "ab+", buffering=0) as file:
-        size = file.tell()
+        # One writer at a time: no line of another one may be cut off below. Closing unlocks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
         if size:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line

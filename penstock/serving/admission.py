@@ -113,7 +113,7 @@ class Admission:
             loan.begin()
         if has_quotas:
             self._shares.enter(request, request.caller, level=request.priority)
-        if self._order is not None:
+        if self._order is not None and not request.is_mirror:
             request.turn = self._order.enter()
 
     def _check_loan(self, loan: Loan, request: Request, fit: Fit) -> None:

@@ -133,9 +133,7 @@ class Catalog(ModelTable):
             self.load_began_ns.pop(name, None)
             models = self._models.pop(name, {})
             left = [*models.values(), *self._end_split(name, models)]
-            await self._publish()
-            for model in left:
-                self._retire(model)
+            await finish(self._let_go(left))
 
     # Rollouts.
 
@@ -179,9 +177,7 @@ class Catalog(ModelTable):
     async def drop_candidate(self, name: str) -> None:
         """End the split: the stable version gets all requests, and the candidate is unloaded."""
         left = self._end_split(name, self._models.get(name, {}))
-        await self._publish()
-        for model in left:
-            self._retire(model)
+        await finish(self._let_go(left))
 
     async def promote_candidate(self, name: str, commit: Commit) -> None:
         """Serve the candidate and nothing else, once `commit` has made that permanent; if that
@@ -280,9 +276,7 @@ class Catalog(ModelTable):
         left = [model for model in left if model not in started]
         self._models[name] = {model.config.version: model for model in started}
         self._latest[name] = max(started, key=lambda model: int(model.config.version))
-        await self._publish()
-        for model in left:
-            self._retire(model)
+        await finish(self._let_go(left))
 
     def _fail(self, name: str, problems: tuple[str, ...]) -> None:
         self._failures[name] = LoadFailure(name, problems)
@@ -308,6 +302,13 @@ class Catalog(ModelTable):
         }
         failures = {name: failure.problems for name, failure in self._failures.items()}
         return frames.Publish(0, models, failures, tuple(self._awaited), dict(self.rules))
+
+    async def _let_go(self, models: Sequence[Served]) -> None:
+        """Retire versions that the table no longer has, once all shards know. Nothing else would
+        end them: a cancelled call finishes this first."""
+        await self._publish()
+        for model in models:
+            self._retire(model)
 
     def _retire(self, model: Served) -> None:
         """Drain a version in the background, then close it."""

@@ -81,6 +81,12 @@ class Control:
             except ConfigError as error:
                 raise _refuse(f"{name}/{version}", error.problems) from None
 
+    async def promote_candidate(self, name: str, commit: Commit) -> None:
+        """Serve the candidate of a model, as `Catalog.promote_candidate` does. A reload that has
+        already read the repository ends first, and the rollout with it."""
+        async with self._lock(name):
+            await self._catalog.promote_candidate(name, commit)
+
     async def read(self, name: str, version: str) -> ModelConfig:
         """Read one version of a model. InvalidRequest if it cannot be loaded."""
         found = await asyncio.to_thread(self._read, name, version)
@@ -134,10 +140,12 @@ class Reloader:
             await asyncio.sleep(self._interval_s)
 
     def _files(self) -> dict[str, list[Path]]:
-        """Return the files of each loaded Python model, one for each version."""
+        """Return the files of each loaded Python model, one for each version. Candidates do not
+        count: a reload would end their rollout."""
         found: dict[str, list[Path]] = {}
         for model in self._catalog:
-            if model.config.backend == "python":
+            name, version = model.config.name, model.config.version
+            if model.config.backend == "python" and version in self._catalog.versions(name):
                 found.setdefault(model.config.name, []).append(Path(model.config.artifact))
         return found
 

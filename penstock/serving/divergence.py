@@ -26,6 +26,8 @@ FARTHEST = 2.0
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 # Deviation of the length of a vector from 1 by which it counts as normalised.
 UNIT = 1e-3
+# Larger values count as this one: sums of their squares must be finite.
+LARGEST = 1e140
 
 
 class OutputComparer:
@@ -60,6 +62,7 @@ class OutputComparer:
         is_bad = np.where(is_known, ~np.isfinite(after), ~is_same).any(axis=1)
         one, other = np.where(is_known, before, 0.0), np.where(is_known, after, 0.0)
         other = np.where(np.isfinite(other), other, 0.0)
+        one, other = np.clip(one, -LARGEST, LARGEST), np.clip(other, -LARGEST, LARGEST)
         lengths = np.linalg.norm(one, axis=1)
         self._squares += float((lengths**2).sum())
         self._num_rows += len(lengths)

@@ -123,7 +123,10 @@ class Journey:
         request, owner = self.request, self.owner
         is_last = self.at == len(owner.models) - 1
         outputs = request.outputs if is_last else ()
-        inner = Request(self, tensors, request.timings.received, id=request.id, outputs=outputs)
+        # Stages do not count mirrors as requests, as the whole does not.
+        make = type(request)
+        inner = make(self, tensors, request.timings.received, id=request.id, outputs=outputs)
+        owner.models[self.at].metrics.has_mirrors |= request.is_mirror
         inner.caller, inner.priority = request.caller, request.priority
         inner.parameters = request.parameters
         inner.takes_arrays = is_last and request.takes_arrays
@@ -328,7 +331,7 @@ class StagePipeline:
         journey = self._journeys[request] = Journey(self, request, self._timeout_s(request))
         if self._quotas.is_active:
             self._shares.enter(request, request.caller, level=self._level(request))
-        if self._order is not None:
+        if self._order is not None and not request.is_mirror:
             request.turn = self._order.enter()
         tensors, request.inputs, request.rows = request.inputs, (), None
         journey.submit(tensors, now)
@@ -384,7 +387,7 @@ class StagePipeline:
             self._metrics.passed(request)
             arrays, named = answer.arrays, (self.config.name, self.config.version)
             answer = Response(*named, answer.outputs, arrays=arrays)
-        if self._order is None:
+        if self._order is None or request.is_mirror:
             request.respond(answer)
         else:
             self._order.respond(request, answer)

@@ -120,7 +120,7 @@ class Replies:
             request.timings.completed = now = self._clock()
             if not request.is_mirror:
                 self._metrics.fail_s += now - request.timings.received
-        if self.order is None:
+        if self.order is None or request.is_mirror:
             request.respond(answer)
         else:
             self.order.respond(request, answer)

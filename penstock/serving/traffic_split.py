@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InvalidRequest, PenstockError
+from penstock.errors import Cancelled, InvalidRequest, PenstockError
 from penstock.serving.divergence import Divergence
 from penstock.serving.served import Served
 from penstock.serving.split_counts import LATENCY, SideCounts, SplitCounts, is_failure, is_miss
@@ -221,10 +221,14 @@ class MirrorSink:
 def note_answer(
     side: SideCounts, request: Request, answer: Response | PenstockError, rule: SplitRule
 ) -> None:
-    """Count one ended request of a version."""
+    """Count one ended request of a version. One whose client has left is late if it was by then."""
+    took_s = request.timings.completed - request.timings.received
     if not isinstance(answer, PenstockError):
-        timings = request.timings
-        side.add(LATENCY, timings.completed - timings.received, rule.limits)
+        side.add(LATENCY, took_s, rule.limits)
+    elif isinstance(answer, Cancelled):
+        limits = [limit for metric, limit in rule.limits if metric == LATENCY]
+        if limits and took_s > max(limits):
+            side.add(LATENCY, took_s, rule.limits)
     elif is_failure(answer):
         side.num_failed += 1
     elif is_miss(answer):

@@ -1,5 +1,6 @@
 """One check: its states, and what it says."""
 
+import numpy as np
 import pytest
 
 from penstock.operate.rollout_checks import CheckText, ShareCheck, Totals, percent
@@ -52,6 +53,22 @@ def test_the_stable_version_in_the_same_seconds_decides_what_is_allowed(stable_l
     assert check.state == ("open" if stable_late else "broken")
 
 
+@pytest.mark.parametrize("period", [2, 5])
+def test_late_requests_that_end_seconds_after_their_burst_are_compared_with_it(
+    period: int,
+) -> None:
+    """The share is a third of what is allowed, but late requests are alone in their second."""
+    random = np.random.default_rng(1)
+    checks = [ShareCheck(LATE, 0.01, 0.002) for _ in range(20)]
+    for check in checks:
+        for late, stable_late in random.binomial(100, 0.003, (600 // period, 2)):
+            check.add(Totals(0, 100 - late, 0, 100 - stable_late))
+            check.add(Totals(late, late, stable_late, stable_late))
+            for _ in range(period - 2):
+                check.add(Totals(0, 0))
+    assert [check for check in checks if check.test.is_rejected] == []
+
+
 def test_a_limit_that_both_versions_miss_does_not_hold() -> None:
     check = ShareCheck(LATE, 0.01, 0.002)
     for _ in range(100):
@@ -61,6 +78,14 @@ def test_a_limit_that_both_versions_miss_does_not_hold() -> None:
     for _ in range(60):
         check.add(Totals(0, 100, 0, 1000))
     assert check.state == "holds"
+
+
+def test_a_limit_that_is_missed_as_the_stable_version_does_is_not_kept() -> None:
+    check = ShareCheck(LATE, 0.01, 0.002)
+    for _ in range(300):
+        check.add(Totals(15, 1000, 200, 10_000))
+    assert check.test.e_value < 1
+    assert check.state == "open"
 
 
 def test_a_second_without_candidate_requests_says_nothing() -> None:

@@ -18,6 +18,14 @@ def from_second(begins: int, fault: Behaviour):
     return lambda second: fault if second >= begins else Behaviour()
 
 
+def test_all_checks_together_are_wrong_in_one_of_a_hundred_rollouts() -> None:
+    for promise in (P99, NO_SLO):
+        verdict = RolloutJudge(PLAN, promise, 0.0).tick(RolloutReading(SplitCounts()), 1.0)
+        limits = [each.e_limit for each in verdict.checks if each.e_limit]
+        assert len(limits) >= 3
+        assert sum(1 / limit for limit in limits) == pytest.approx(0.01, rel=0.01)
+
+
 def test_a_good_candidate_rises_in_steps_and_is_promoted() -> None:
     actions = [verdict.action for _, verdict in follow(Traffic())]
     assert [each for each in actions if each != "wait"] == ["step", "step", "promote"]

@@ -68,6 +68,10 @@ def test_both_versions_may_differ_from_their_original() -> None:
             "the default, as the evidence has no agreement",
         ),
         (({}, {"accuracy": None}), "the default, as the evidence has no agreement"),
+        (
+            (evidence("a", 0.6), evidence("a", 0.4)),
+            "the default, as the evidence allows any disagreement",
+        ),
     ],
 )
 def test_agreement_has_a_default(evidences: tuple, source: str) -> None:

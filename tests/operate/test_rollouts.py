@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -10,10 +12,15 @@ import pytest
 from doubles import FakeClock, Puppets, RecordingSink, settle
 
 from penstock.errors import InvalidRequest, NotFound
+from penstock.operate import promotion
+from penstock.operate.promotion import Grounds
+from penstock.operate.rollout_judge import RolloutJudge, RolloutVerdict
+from penstock.operate.rollout_measures import RolloutReading
 from penstock.operate.rollout_records import unfinished
 from penstock.operate.rollout_state import RolloutPlan
 from penstock.operate.rollouts import Rollouts
-from penstock.repository import history, layout
+from penstock.repository import history, layout, versions
+from penstock.repository.history import HistoryEvent
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -64,6 +71,12 @@ class Stage:
 
     async def second(self, num_requests: int = 100, value: int = 7) -> list[Request]:
         """Serve requests, then let the rollouts look."""
+        requests = await self.answer(num_requests, value)
+        await self.act(self.rollouts.tick())
+        return requests
+
+    async def answer(self, num_requests: int = 100, value: int = 7) -> list[Request]:
+        """Serve the requests of a second."""
         requests = []
         for _ in range(num_requests):
             inputs = [from_array("x", "INT32", np.array([[value]], np.int32))]
@@ -79,7 +92,6 @@ class Stage:
             if all(each.is_done for each in requests):
                 break
         self.clock.advance(1.0)
-        await self.act(self.rollouts.tick())
         return requests
 
     async def until_ended(self, most: int = 60) -> int:
@@ -172,6 +184,24 @@ def test_a_candidate_that_fails_is_rolled_back(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_a_rollout_that_is_rolled_back_is_no_change_that_could_be_rolled_back(
+    tmp_path: Path,
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2", FAILS)
+        add_version(stage.root, "3")
+        policy = "version_policy { specific { versions: [1, 3] } }"
+        (stage.folder / "config.pbtxt").write_text(CONFIG.format(size=1, more=policy))
+        await stage.act(stage.control.reload("m"))
+        await stage.start()
+        await stage.until_ended()
+        assert stage.kinds() == ["canary started", "rolled back"]
+        assert stage.served() == ["1", "3"]
+        assert history.rollback_target(history.read(stage.folder), stage.served()) == ()
+
+    run(tmp_path, scenario)
+
+
 def test_a_shadow_is_compared_and_answers_nothing(tmp_path: Path) -> None:
     async def scenario(stage: Stage) -> None:
         add_version(stage.root, "2", FAILS)
@@ -226,7 +256,12 @@ def test_an_operator_stops_a_rollout(tmp_path: Path) -> None:
         add_version(stage.root, "2")
         with pytest.raises(NotFound, match="no rollout is running"):
             await stage.rollouts.stop("m")
-        await stage.start()
+        starting = asyncio.ensure_future(stage.rollouts.start("m", "2", PLAN))
+        await asyncio.sleep(0)
+        assert stage.rollouts.is_running("m")
+        with pytest.raises(InvalidRequest, match="the candidate is still loading; stop"):
+            await stage.rollouts.stop("m")
+        await stage.act(starting)
         event = await stage.act(stage.rollouts.stop("m", "bob", "lunch"))
         assert (event.kind, event.actor) == ("rollout stopped", "bob")
         state = stage.rollouts.state("m")
@@ -297,6 +332,223 @@ def test_a_promotion_that_the_disk_refuses_ends_with_the_stable_version(
         assert "version 2 could not be promoted: m: cannot be changed" in state.reason
         assert stage.catalog.versions("m") == ["1"]
         assert stage.served() == ["1"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_canary_with_all_requests_is_promoted_once_its_checks_hold(tmp_path: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        plan = RolloutPlan(steps=(1.0,), step_s=5.0, force="x", mirrored_per_s=1e6)
+        await stage.start(plan=plan)
+        await stage.until_ended()
+        assert stage.rollouts.state("m").decision == "promoted"
+
+    run(tmp_path, scenario)
+
+
+def test_a_version_that_is_promoted_while_its_rollout_starts_is_not_its_own_candidate(
+    tmp_path: Path,
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        change = promotion.prepare(stage.root, "m", "2", Grounds(force="a test"))
+        commit = asyncio.Event()
+        switching = asyncio.ensure_future(stage.control.switch("m", "2", commit.wait))
+        while len(stage.puppets.alive) < 2:
+            await asyncio.sleep(0.001)
+        starting = asyncio.ensure_future(stage.start())
+        for _ in range(100):
+            await asyncio.sleep(0.001)
+        change.apply()
+        commit.set()
+        await stage.act(switching)
+        with pytest.raises(InvalidRequest, match="loaded again or unloaded; start the rollout"):
+            await starting
+        assert stage.rollouts.states() == {}
+        assert stage.catalog.versions("m") == stage.served() == ["2"]
+
+    run(tmp_path, scenario)
+
+
+def test_only_what_the_versions_do_during_the_rollout_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RolloutReading] = []
+
+    def look(judge: RolloutJudge, reading: RolloutReading, now: float) -> RolloutVerdict:
+        seen.append(reading)
+        return RolloutVerdict("wait", "", ())
+
+    monkeypatch.setattr(RolloutJudge, "tick", look)
+
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        policy = "version_policy { all {} }"
+        (stage.folder / "config.pbtxt").write_text(CONFIG.format(size=1, more=policy))
+        await stage.act(stage.control.reload("m"))
+        await stage.second()
+        stage.catalog.find("m", "1").metrics.num_deaths["crash"] = 9
+        stage.catalog.find("m", "2").metrics.num_deaths["crash"] = 1
+        await stage.start("1")
+        await stage.second(0)
+        stage.catalog.find("m", "2").metrics.num_deaths["crash"] = 3
+        await stage.second()
+        assert (seen[0].stable_deaths, seen[0].candidate_deaths) == (0, 0)
+        assert seen[0].stable_batches == {}
+        assert (seen[1].stable_deaths, seen[1].candidate_deaths) == (2, 0)
+        assert 0 < sum(size * count for size, (count, _) in seen[1].stable_batches.items()) < 200
+
+    run(tmp_path, scenario)
+
+
+def test_a_rollout_that_cannot_be_judged_does_not_leave_others_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick, judges = RolloutJudge.tick, []
+
+    def fail_at_first(judge: RolloutJudge, *arguments: object) -> RolloutVerdict:
+        judges.append(judge)
+        if judge is judges[0]:
+            raise AssertionError("a bug")
+        return tick(judge, *arguments)
+
+    monkeypatch.setattr(RolloutJudge, "tick", fail_at_first)
+
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2", FAILS)
+        shutil.copytree(stage.folder, stage.root / "a")
+        await stage.act(stage.control.reload("a"))
+        await stage.act(stage.rollouts.start("a", "2", PLAN))
+        await stage.start()
+        assert await stage.until_ended() < 10
+        assert stage.rollouts.state("a").decision == "running"
+
+    run(tmp_path, scenario)
+
+
+def test_a_history_that_cannot_be_written_does_not_keep_others_from_their_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        await stage.start()
+        await stage.rollouts.close()
+        started = history.read(stage.folder)[0]
+        for name in ("a", "z"):
+            shutil.copytree(stage.folder, stage.root / name)
+            history.append(stage.root / name, started)
+        append = history.append
+
+        def fail_first(folder: Path, event: HistoryEvent) -> None:
+            if folder.name == "a":
+                raise OSError(30, "Read-only file system")
+            append(folder, event)
+
+        monkeypatch.setattr("penstock.repository.history.append", fail_first)
+        await Rollouts(stage.catalog, stage.control).recover()
+        assert "server restarted" in history.read(stage.root / "z")[-1].reason
+
+    run(tmp_path, scenario)
+
+
+class SlowDisk:
+    """Promotions of versions wait on their thread until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._promote = versions.promote
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        monkeypatch.setattr("penstock.repository.versions.promote", self.promote)
+
+    def promote(self, *args: object) -> object:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        return self._promote(*args)
+
+    async def until_begun(self, stage: Stage) -> "asyncio.Task[None]":
+        """Serve until a promotion has begun; return the tick that waits for it."""
+        for _ in range(60):
+            await stage.answer()
+            looking = asyncio.ensure_future(stage.rollouts.tick())
+            while not looking.done() and not self.has_begun.is_set():
+                await asyncio.sleep(0.001)
+            if self.has_begun.is_set():
+                return looking
+        raise AssertionError(stage.rollouts.state("m"))
+
+
+def test_a_promotion_that_takes_long_does_not_hold_up_other_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        for name in ("a", "b"):
+            shutil.copytree(stage.folder, stage.root / name)
+            await stage.act(stage.control.reload(name))
+            await stage.act(stage.rollouts.start(name, "2", PLAN))
+        await stage.start()
+        disk = SlowDisk(monkeypatch)
+        promoting = await disk.until_begun(stage)
+        await stage.act(stage.rollouts.stop("a"))
+        await stage.act(stage.control.reload("b"))
+        await stage.act(stage.rollouts.tick())
+        decisions = {name: stage.rollouts.state(name).decision for name in ("a", "b", "m")}
+        assert decisions == {"a": "stopped", "b": "stopped", "m": "running"}
+        disk.may_end.set()
+        await stage.act(promoting)
+        assert stage.rollouts.state("m").decision == "promoted"
+
+    run(tmp_path, scenario)
+
+
+def test_a_server_that_stops_during_a_promotion_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        await stage.start()
+        disk = SlowDisk(monkeypatch)
+        looking = await disk.until_begun(stage)
+        looking.cancel()
+        closing = asyncio.ensure_future(stage.rollouts.close())
+        await settle()
+        disk.may_end.set()
+        await stage.act(asyncio.wait([closing, looking]))
+        assert stage.kinds() == ["canary started", "forced"]
+        assert stage.rollouts.state("m").decision == "promoted"
+        assert stage.catalog.versions("m") == stage.served() == ["2"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_reload_that_read_the_repository_before_a_promotion_does_not_undo_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+        await stage.start()
+        has_read, may_load, load = asyncio.Event(), asyncio.Event(), stage.catalog.load
+
+        async def load_late(found: RepositoryScan) -> None:
+            has_read.set()
+            await may_load.wait()
+            await load(found)
+
+        monkeypatch.setattr(stage.catalog, "load", load_late)
+        reloading = asyncio.ensure_future(stage.control.reload("m"))
+        await has_read.wait()
+        for _ in range(30):
+            await stage.answer()
+            looking = asyncio.ensure_future(stage.rollouts.tick())
+            for _ in range(100):
+                await asyncio.sleep(0.001)
+                if looking.done():
+                    break
+            if not looking.done() or stage.rollouts.state("m").decision != "running":
+                break
+        may_load.set()
+        await stage.act(asyncio.gather(reloading, looking))
+        assert stage.catalog.versions("m") == stage.served()
 
     run(tmp_path, scenario)
 

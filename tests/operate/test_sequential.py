@@ -126,7 +126,7 @@ def test_power_is_the_probability_of_finding_the_share(rate: int) -> None:
     """By another simulation, at the moment when the power is said to be 0.9."""
     power, num_seconds = PowerCheck(ExcessTest(0.002), 0.05), 0
     while power.power < 0.9:
-        power.add(rate, 0.01)
+        power.add(rate, 0.01 * rate)
         num_seconds += 1
     random, events = np.random.default_rng(10), np.full((1000, num_seconds), rate)
     found = np.isfinite(found_at(events, random.binomial(events, 0.05), 0.01, alpha=0.002))
@@ -143,8 +143,8 @@ def test_power_counts_from_where_the_test_is() -> None:
         test.add(0.0)
     late = PowerCheck(test, 0.05)
     for _ in range(15):
-        early.add(50, 0.01)
-        late.add(50, 0.01)
+        early.add(50, 0.5)
+        late.add(50, 0.5)
     assert late.power < 0.5 < 0.9 < early.power
 
 

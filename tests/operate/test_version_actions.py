@@ -225,6 +225,8 @@ async def test_a_rollout_is_started_shown_and_stopped_by_a_rollback(
         assert event["kind"] == ("shadow started" if is_shadow else "canary started")
         assert (event["actor"], event["version"], event["previous"]) == ("ada", "2", ["1"])
         assert loaded(management) == ["1"]
+        rows = await ask(management, "versions")
+        assert [row["is_loaded"] for row in rows] == [True, True, False]
         state = await ask(management, "rollout")
         assert (state["decision"], state["candidate"]) == ("running", "2")
         assert state["share"] == (0 if is_shadow else 0.05)

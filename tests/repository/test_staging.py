@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -138,4 +139,24 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_itself(
     assert path.read_bytes() == b"one\n"
     monkeypatch.undo()
     staging.append(path, b"three")
+    assert path.read_bytes() == b"one\nthree\n"
+
+
+def test_a_line_that_does_not_fit_cuts_off_no_line_of_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    staging.append(path, b"one")
+    other = threading.Thread(target=staging.append, args=(path, b"three"))
+
+    def full(fd: int) -> None:
+        monkeypatch.undo()
+        other.start()
+        other.join(0.2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        staging.append(path, b"two")
+    other.join()
     assert path.read_bytes() == b"one\nthree\n"

@@ -72,6 +72,12 @@ def test_values_that_are_not_finite_disagree_unless_both_are(value: float) -> No
     assert compare(broken, broken) == ([0], [0])
 
 
+def test_the_largest_values_can_be_compared() -> None:
+    largest = np.array([[np.finfo(np.float64).max, 1.0]])
+    assert compare(largest, -largest, "FP64", "y_pooled") == ([1], [2])
+    assert compare(largest, largest, "FP64", "y_pooled") == ([0], [0])
+
+
 def test_integers_booleans_and_strings_are_equal_or_not() -> None:
     numbers = np.array([[1, 2], [3, 4]])
     assert compare(numbers, np.array([[1, 2], [3, 5]]), "INT64")[0] == [0, 1]

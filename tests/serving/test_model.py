@@ -53,6 +53,7 @@ from penstock.serving.quarantine import QUARANTINE_S
 from penstock.serving.quotas import Quota, Quotas
 from penstock.serving.reservation import Reservation
 from penstock.serving.slab import Segment
+from penstock.serving.traffic_split import MirrorRequest
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
 from penstock.wire import frames
 
@@ -1043,6 +1044,27 @@ def test_preserve_ordering_holds_answers_back():
         assert order == [0, 1]
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+
+    run(config, scenario)
+
+
+def test_a_mirror_holds_no_answer_of_a_client_back():
+    batching = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
+    config = replace(FIXED, max_batch_size=1, batching=batching, num_instances=2)
+
+    async def scenario(model, puppets):
+        asked = ask(config, canary(0, (1, 4)))
+        mirror = MirrorRequest(RecordingSink(), asked.inputs, asked.timings.received)
+        request = ask(config, canary(1, (1, 4)))
+        for each in (mirror, request):
+            model.submit(each)
+        await settle()
+        while puppets.alive[1].has_work:
+            puppets.alive[1].step()
+        await settle()
+        assert request.is_done and not mirror.is_done
+        await puppets.step_all()
+        assert mirror.is_done
 
     run(config, scenario)
 

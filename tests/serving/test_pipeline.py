@@ -37,6 +37,7 @@ from penstock.processes import restarts
 from penstock.serving.model import Model
 from penstock.serving.pipeline import Stage, StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota, Quotas
+from penstock.serving.traffic_split import MirrorRequest
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
 
 OUTER = ModelConfig(
@@ -242,6 +243,38 @@ def test_answers_keep_the_order_of_arrival_if_asked():
         # The first stage refuses the second request while the first is still in the other stage.
         await puppets.step_all()
         assert order == ["good", "bad"]
+
+    config = replace(OUTER, batching=replace(OUTER.batching, preserve_ordering=True))
+    run(scenario, config, two_stages(config, {"null.fail_on": "7"}))
+
+
+def test_a_mirror_counts_in_no_stage_as_a_request():
+    async def scenario(pipeline, puppets):
+        asked = ask([[1]])
+        mirror = MirrorRequest(RecordingSink(), asked.inputs, asked.timings.received)
+        pipeline.submit(mirror)
+        await puppets.step_all()
+        assert mirror.sink.error is None
+        counts = [(each.metrics.num_success, each.metrics.batch_sizes) for each in pipeline.models]
+        assert counts == [(0, {1: 1}), (0, {1: 1})]
+
+    run(scenario)
+
+
+def test_a_mirror_holds_no_answer_of_a_client_back():
+    async def scenario(pipeline, puppets):
+        asked, bad = ask([[1]]), ask([[7, 7]])
+        mirror = MirrorRequest(RecordingSink(), asked.inputs, asked.timings.received)
+        for request in (mirror, bad):
+            pipeline.submit(request)
+        # The first stage refuses the request while the mirror is still in the other stage.
+        for _ in range(100):
+            await settle()
+            if puppets.alive[0].has_work:
+                puppets.alive[0].step()
+        assert bad.is_done and not mirror.is_done
+        await puppets.step_all()
+        assert mirror.is_done
 
     config = replace(OUTER, batching=replace(OUTER.batching, preserve_ordering=True))
     run(scenario, config, two_stages(config, {"null.fail_on": "7"}))

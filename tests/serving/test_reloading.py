@@ -110,3 +110,32 @@ def test_a_change_before_the_first_check_is_not_missed(tmp_path: Path) -> None:
         await catalog.close()
 
     asyncio.run(scenario())
+
+
+def test_a_candidate_is_no_change_of_the_model(tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        (tmp_path / "adds" / version).mkdir(parents=True)
+        (tmp_path / "adds" / version / "model.py").write_text(CODE.format(version))
+    served = "version_policy { specific { versions: 1 } }"
+    (tmp_path / "adds" / "config.pbtxt").write_text(f'backend: "python"\n{served}\n')
+
+    async def scenario() -> None:
+        catalog = Catalog(start_life=ThreadLife)
+        control = Control(catalog, str(tmp_path), is_explicit=True)
+        await catalog.load(resolve(tmp_path).read())
+        reloaded: list[str] = []
+
+        async def note(name: str) -> None:
+            reloaded.append(name)
+
+        control.reload = note
+        watching = asyncio.ensure_future(Reloader(catalog, control, interval_s=0.01).run())
+        await asyncio.sleep(0.1)
+        await catalog.add_candidate(await control.read("adds", "2"))
+        await asyncio.sleep(0.3)
+        assert reloaded == []
+        assert [each.config.version for each in catalog] == ["1", "2"]
+        watching.cancel()
+        await catalog.close()
+
+    asyncio.run(scenario())

@@ -734,6 +734,42 @@ def test_all_shards_split_requests_and_the_core_adds_up_what_they_count():
     run(scenario)
 
 
+@pytest.mark.parametrize("answers_first", [False, True])
+def test_counts_neither_fall_nor_double_while_a_shard_ends(answers_first: bool):
+    """It is killed before it answers, or after that while the core waits for others."""
+
+    async def scenario(server):
+        await server.load(ECHO)
+        await split_echo(server, 0.5)
+        requests = [send_split(server, number % 2, number) for number in range(20)]
+        await finish(server, requests)
+        await server.catalog.refresh()
+        first, last = server.sessions
+        may_answer, ask = asyncio.Event(), first.ask
+
+        async def ask_late(question: frames.ShardQuestion) -> bytes:
+            await may_answer.wait()
+            return await ask(question)
+
+        first.ask = ask_late
+        last.is_open = answers_first
+        reading = asyncio.ensure_future(server.catalog.refresh())
+        await settle()
+        if answers_first:
+            await last.end()
+        may_answer.set()
+        await reading
+        for _ in range(2):
+            counts = counts_of(server)
+            assert counts.stable.num_requests + counts.candidate.num_requests == 20
+            assert server.catalog.find("echo").metrics.num_success == counts.stable.num_requests
+            await last.end()
+            await server.catalog.refresh()
+        server.sessions.pop()
+
+    run(scenario)
+
+
 def test_a_new_process_of_a_shard_splits_as_the_others_do():
     async def scenario(server):
         await server.load(ECHO)
@@ -772,6 +808,38 @@ def test_the_end_of_a_rollout_is_known_to_all_shards_and_loses_nothing(promotes:
             await server.puppets.step_all()
             await asyncio.sleep(0.001)
         assert len(server.puppets.alive) == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("call", "num_left"), [("drop_candidate", 1), ("unload", 0), ("load", 1)])
+def test_a_client_that_leaves_while_shards_are_told_leaves_no_worker_behind(
+    call: str, num_left: int
+):
+    async def scenario(server):
+        await server.load(ECHO)
+        await split_echo(server, 0.5)
+        is_told, publish = asyncio.Event(), server.shards.publish
+
+        async def publish_late() -> None:
+            await is_told.wait()
+            await publish()
+
+        server.shards.publish = publish_late
+        catalog, scan = server.catalog, RepositoryScan([replace(ECHO, version="3")], {})
+        doing = catalog.load(scan) if call == "load" else getattr(catalog, call)("echo")
+        changing = asyncio.ensure_future(doing)
+        while catalog.rules:
+            await server.run(asyncio.sleep(0.001))
+        changing.cancel()
+        await settle()
+        is_told.set()
+        await server.run(asyncio.wait([changing]))
+        for _ in range(1000):
+            await server.run(asyncio.sleep(0.001))
+            if len(server.puppets.alive) == num_left:
+                break
+        assert len(server.puppets.alive) == num_left
 
     run(scenario)
 

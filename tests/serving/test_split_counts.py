@@ -53,7 +53,7 @@ def test_shards_are_added_up_and_travel() -> None:
     other = SplitCounts(SideCounts(num_failed=1), side(0.03, 0.5), num_mirrored=4, num_dropped=2)
     other.outputs["y"] = OutputCounts(1, 1.0, 0.4, 0.4)
     total = SplitCounts()
-    for each in (one, other):
+    for each in (other, one):
         total.merge(msgspec.msgpack.decode(msgspec.msgpack.encode(each), type=SplitCounts))
     assert total.stable.num_requests == 2
     assert total.candidate.late == [3, 3, 0]

@@ -49,10 +49,10 @@ class Version:
         self._clock.advance(self.takes_s)
         found = self.answer(to_array(request.inputs[0]))
         request.num_rows = request.inputs[0].shape[0]
+        request.timings.completed = self._clock()
         if isinstance(found, PenstockError):
             request.respond(found)
             return
-        request.timings.completed = self._clock()
         outputs = [from_array("y", "FP32", found)]
         request.respond(Response("m", self.config.version, outputs))
 
@@ -184,6 +184,21 @@ def test_failures_and_refusals_are_told_apart_from_faults_of_clients():
     run(scenario)
 
 
+@pytest.mark.parametrize(("waited_s", "late"), [(0.03, [1]), (0.01, [])])
+def test_a_client_that_leaves_after_the_limit_was_answered_late(waited_s: float, late: list[int]):
+    """Otherwise a version so slow that clients give up would have no late request."""
+
+    async def scenario():
+        stage = Stage(replace_rule(share=1.0))
+        stage.candidate.takes_s = waited_s
+        stage.candidate.answer = lambda x: Cancelled("the client left")
+        stage.send()
+        counts = stage.counts.candidate
+        assert (counts.late, counts.num_requests, counts.num_failed) == (late, len(late), 0)
+
+    run(scenario)
+
+
 def test_mirrors_compare_the_answers_in_both_directions():
     async def scenario():
         stage = Stage(replace_rule(share=0.5, mirrored_per_s=1e6))
@@ -273,13 +288,43 @@ def test_mirrors_in_flight_are_limited():
     run(scenario)
 
 
-def test_refused_mirrors_are_dropped():
+def test_refused_mirrors_are_dropped_and_make_room_for_others():
     async def scenario():
         stage = Stage(replace_rule(mode="shadow", share=0.0, mirrored_per_s=1e6))
         stage.candidate.answer = lambda x: Overloaded("busy")
+        for _ in range(10):
+            stage.send()
+            await settle()
+        assert (stage.counts.num_dropped, stage.counts.candidate.num_requests) == (10, 0)
+        stage.candidate.answer = lambda x: x
         stage.send()
         await settle()
-        assert (stage.counts.num_dropped, stage.counts.candidate.num_requests) == (1, 0)
+        assert stage.counts.num_mirrored == 1
+
+    run(scenario)
+
+
+def test_quiet_times_do_not_add_up_to_a_burst_of_mirrors():
+    async def scenario():
+        stage = Stage(replace_rule(share=0.0, mirrored_per_s=50.0))
+        stage.clock.advance(3600.0)
+        stage.stable.takes_s = 0.0
+        for _ in range(100):
+            stage.send()
+            await settle()
+        assert 10 <= stage.counts.num_mirrored <= 50
+
+    run(scenario)
+
+
+def test_mirrors_have_the_lowest_priority():
+    async def scenario():
+        stage = Stage(replace_rule(share=0.0, mirrored_per_s=1e6))
+        batching = replace(CONFIG.batching, num_priorities=3, default_priority=1)
+        stage.candidate.config = replace(stage.candidate.config, batching=batching)
+        stage.send()
+        await settle()
+        assert [each.priority for each in stage.candidate.requests] == [3]
 
     run(scenario)
 
