@@ -52,6 +52,8 @@ log = logging.getLogger("penstock.rollout")
 TICK_S = 1.0
 RESTARTED = "the server restarted; the stable version is served"
 GONE = "the model was loaded again or unloaded"
+# The actor of what the judge decides, in the history.
+JUDGE = "penstock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +283,7 @@ class Rollouts:
         )
         match verdict.action:
             case "roll back":
-                await self._give_up(rollout, "rolled back", verdict.reason)
+                await self._give_up(rollout, "rolled back", verdict.reason, JUDGE)
             case "promote":
                 await self._promote(rollout, verdict)
             case "step":
@@ -316,7 +318,7 @@ class Rollouts:
         if await self._catalog.split(rollout.state.model, rollout.rule):
             why = f"{verdict.reason}; from {was:.3g} to {judge.share:.3g} of the requests"
             _log(logging.INFO, rollout.state, f"gets more requests: {why}")
-            await self._write(rollout, self._event(rollout, STEP, why))
+            await self._write(rollout, self._event(rollout, STEP, why, JUDGE))
 
     async def _promote(self, rollout: Rollout, verdict: RolloutVerdict) -> None:
         state, change = rollout.state, rollout.change

@@ -174,6 +174,7 @@ def test_a_candidate_that_fails_is_rolled_back(tmp_path: Path) -> None:
         assert stage.kinds() == ["canary started", "rolled back"]
         event = history.read(stage.folder)[-1]
         assert (event.version, event.previous) == ("1", ("2",))
+        assert event.actor == "penstock"
         assert event.figures["share"] == 0.5
         assert "swap_s" in event.figures
         assert stage.served() == ["1"]
