@@ -52,7 +52,7 @@ REPO_PARAMETERS = {
     "history": ["repository", "model", "api_key"],
     "diff": ["repository", "model", "a", "b", "api_key"],
     "promote": ["repository", "model", "version", "options"],
-    "rollback": ["repository", "model", "reason", "api_key"],
+    "rollback": ["repository", "model", "reason", "rollout_only", "api_key"],
     "rollout": ["repository", "model", "api_key"],
     "verify": ["repository", "model", "api_key"],
     "prune": ["repository", "model", "keep", "dry_run", "api_key"],

@@ -319,9 +319,15 @@ def test_a_rollout_is_started_shown_and_stopped(root: Path, served: Served) -> N
     text = ok("rollout", url, "model")
     assert "model: canary of version 2 beside 1: running" in text
     assert "share of the requests: 20 %; steps: 20 %, 25 %, 50 %, 100 %" in text
-    assert "rollout stopped" in ok("rollback", url, "model", "--reason", "enough")
+    told = ok("rollback", url, "model", "--rollout-only", "--reason", "enough")
+    assert "rollout stopped" in told
     assert "stopped" in ok("rollout", url, "model")
+    done = call("rollback", url, "model", "--rollout-only")
+    assert done.code == ExitCode.FAILED
+    assert "model: no rollout is running; that of version 2 was stopped" in done.errors[0]
     assert on_disk(root) == ["1"]
+    done = call("rollback", root, "model", "--rollout-only")
+    assert done.code == ExitCode.USAGE and "needs a running server" in done.errors[0]
     done = call("rollout", root, "model")
     assert done.code == ExitCode.USAGE
     assert "a rollout needs a running server" in done.errors[0]

@@ -42,6 +42,7 @@ Repository = str | os.PathLike[str]
 Version = str | int
 Value = TypeVar("Value")
 Rows = TypeVar("Rows")
+GIVE_URL = "give the server's URL as REPOSITORY, such as http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +105,25 @@ def promote_version(
     body = options.body(version)
     if options.rollout_flags and not URL.match(repository):
         flags = ", ".join(options.rollout_flags)
-        server = "give the server's URL as REPOSITORY, such as http://127.0.0.1:8000"
-        raise CommandLineError([f"{flags}: a rollout needs a running server; {server}"])
+        raise CommandLineError([f"{flags}: a rollout needs a running server; {GIVE_URL}"])
     source = open_source(repository, options.api_key)
     return _change(source, model, source.promote(model, body))
 
 
 def rollback(
-    repository: Repository, model: str, *, reason: str = "", api_key: str = ""
+    repository: Repository,
+    model: str,
+    *,
+    reason: str = "",
+    rollout_only: bool = False,
+    api_key: str = "",
 ) -> RepoResult[HistoryEvent]:
     """Stop a running rollout; otherwise serve the version from before the last promotion that was
-    not rolled back yet."""
+    not rolled back yet, unless `rollout_only`: then NotFound."""
+    if rollout_only and not URL.match(os.fspath(repository)):
+        raise CommandLineError([f"--rollout-only: a rollout needs a running server; {GIVE_URL}"])
     source = open_source(os.fspath(repository), api_key)
-    return _change(source, model, source.rollback(model, RollbackBody(reason)))
+    return _change(source, model, source.rollback(model, RollbackBody(reason, rollout_only)))
 
 
 def rollout(repository: str, model: str, *, api_key: str = "") -> RepoResult[RolloutState]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -170,9 +171,17 @@ def promote(
     metavar="TEXT",
     help="Why the version is rolled back. Default: none. The history records it.",
 )
+@click.option(
+    "--rollout-only",
+    is_flag=True,
+    help="Stop a running canary or shadow, and nothing else. Default: off. Give it when the rollout "
+    "may have ended by itself: the stable version is then left alone.",
+)
 @_key_flag
 @_json_flag
-def rollback(repository: str, model: str, reason: str, api_key: str, json_path: str) -> None:
+def rollback(
+    repository: str, model: str, reason: str, rollout_only: bool, api_key: str, json_path: str
+) -> None:
     """Serve the version of MODEL from before the last promotion that was not rolled back yet. If a
     rollout is running, stop that instead.
 
@@ -180,7 +189,8 @@ def rollback(repository: str, model: str, reason: str, api_key: str, json_path: 
     """
     from penstock.api import repo as api
 
-    _tell(lambda: api.rollback(repository, model, reason=reason, api_key=api_key), json_path)
+    told = partial(api.rollback, repository, model, reason=reason, rollout_only=rollout_only)
+    _tell(lambda: told(api_key=api_key), json_path)
 
 
 @repo.command(

@@ -79,7 +79,7 @@ function askToRollBack(name, isRunning, done) {
     text: isRunning ? "The stable version answers all requests again." : "The version from before the last promotion is served again.",
     button: isRunning ? "Stop the rollout" : "Roll back",
     done,
-    post: ({ reason }) => post(inRepository(name, "rollback"), { reason }),
+    post: ({ reason }) => post(inRepository(name, "rollback"), { reason, rollout_only: isRunning }),
   });
 }
 

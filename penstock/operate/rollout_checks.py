@@ -114,6 +114,12 @@ class ShareCheck:
         return "holds" if self._is_kept and is_sure else "open"
 
     @property
+    def allows_more(self) -> bool:
+        """Whether the candidate may get more load. A check that no step needs must not have its
+        limit missed lately: such a load may be too small to break it, or to measure it at all."""
+        return self.state == "holds" or (not self.text.is_required and self._is_kept)
+
+    @property
     def _is_kept(self) -> bool:
         """Whether the limit is kept lately, whatever the stable version does."""
         total = sum(each.total for each in self._lately)

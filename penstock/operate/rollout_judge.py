@@ -96,11 +96,7 @@ class RolloutJudge:
 
     def _advance(self, checks: tuple[RolloutCheck, ...], now: float) -> RolloutVerdict:
         left_s = self._step_began + self._plan.step_s - now
-        waiting = [
-            each.check.report()
-            for each in self._watched
-            if each.check.text.is_required and each.check.state != "holds"
-        ]
+        waiting = [each.check.report() for each in self._watched if not each.check.allows_more]
         if waiting:
             reason = f"waiting for {waiting[0].name}: {waiting[0].text}"
             return RolloutVerdict("wait", reason, checks)

@@ -21,6 +21,8 @@ NUM_RECENT = 10
 # (two cores, 2026-11-18). So seconds in which the candidate runs less than ALIKE of the stable
 # version's number of batches are costly only beyond RARE times what is allowed.
 ALIKE, RARE = 0.5, 4.0
+# Seconds of a batch that are no cost: models of microseconds differ by more for no reason.
+NO_COST_S = 2e-4
 # Number of batches and their total seconds, by rows.
 Batches = Mapping[int, tuple[int, float]]
 # Of a histogram.
@@ -145,7 +147,8 @@ class CostlySeconds:
                 self._expected_s += expected_s
             self._num_seconds += 1
             allowed = self._ratio if is_alike else RARE * self._ratio
-            self._num_costly += took_s > allowed * expected_s
+            allowed_s = allowed * expected_s + NO_COST_S * _num_batches(new)
+            self._num_costly += took_s > allowed_s
         return Totals(float(self._num_costly), self._num_seconds)
 
     def _compare(self, new: Batches) -> tuple[float, float]:

@@ -204,12 +204,17 @@ class Rollouts:
             advice = "stop the rollout after that"
             raise InvalidRequest(f"{name}: the candidate is still loading; {advice}")
         if (rollout := self._running.get(name)) is None:
-            raise NotFound(f"{name}: no rollout is running")
+            raise self._not_running(name)
         async with rollout.acting:
             if self._running.get(name) is not rollout:
-                raise NotFound(f"{name}: no rollout is running any more")
+                raise self._not_running(name)
             why = f"stopped by {actor or 'an operator'}" + (f": {reason}" if reason else "")
             return await self._give_up(rollout, "stopped", why, actor)
+
+    def _not_running(self, name: str) -> NotFound:
+        ended = self._ended.get(name)
+        how = "" if ended is None else f"; that of version {ended.candidate} was {ended.decision}"
+        return NotFound(f"{name}: no rollout is running{how}")
 
     def is_running(self, name: str) -> bool:
         return name in self._running or name in self._starting
@@ -325,7 +330,7 @@ class Rollouts:
         cause = change.cause
         figures = {**cause.figures, **event_figures(state)}
         why = f"{cause.reason}: {verdict.reason}" if cause.reason else verdict.reason
-        change = replace(change, cause=replace(cause, reason=why, figures=figures))
+        change = replace(change, cause=replace(cause, actor=JUDGE, reason=why, figures=figures))
 
         async def commit() -> None:
             await off_loop(change.apply)

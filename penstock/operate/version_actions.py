@@ -116,9 +116,11 @@ class VersionActions:
         return _json(state)
 
     async def rollback(self, call: ManagementCall) -> bytes:
-        """Stop a running rollout; without one, serve the version from before the last promotion."""
+        """Stop a running rollout; without one, serve the version from before the last promotion,
+        unless only a rollout is to be stopped."""
         self._check_changes()
-        if self._rollouts.is_running(call.model_name):
+        is_running = self._rollouts.is_running(call.model_name)
+        if is_running or call.parameters.get("rollout_only"):
             grounds = self._grounds(call)
             stopping = self._rollouts.stop(call.model_name, grounds.actor, grounds.reason)
             return _json(await stopping)

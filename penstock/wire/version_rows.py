@@ -52,9 +52,10 @@ class PromoteBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RollbackBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON of a rollback."""
+    """The JSON of a rollback. With `rollout_only`, nothing but a running rollout is stopped."""
 
     reason: str = ""
+    rollout_only: bool = False
 
 
 class PruneBody(msgspec.Struct, forbid_unknown_fields=True):

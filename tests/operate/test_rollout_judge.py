@@ -70,6 +70,14 @@ def test_a_lower_cost_is_found_when_both_versions_have_equal_load() -> None:
     assert verdict.reason.startswith("cost: ")
 
 
+def test_a_candidate_that_is_too_costly_gets_no_more_load() -> None:
+    """Not even before the check is broken."""
+    plan = replace(PLAN, step_s=1.0, steps=(0.5, 1.0))
+    traffic = Traffic(rate=2000, candidate=lambda second: Behaviour(infer_s=0.02))
+    actions = [verdict.action for _, verdict in follow(traffic, plan, replace(P99, latencies=()))]
+    assert set(actions) == {"wait", "roll back"}
+
+
 def test_a_rarely_used_candidate_may_take_longer_for_a_batch() -> None:
     """Its weights are not in the caches."""
 

@@ -69,10 +69,16 @@ def test_costs_are_compared_at_equal_batch_sizes() -> None:
 
 
 def test_a_candidate_that_runs_rarely_may_take_longer() -> None:
-    stable = {1: (100, 0.1)}
-    assert cost((stable, {1: (49, 4.9 * 0.049)})) == (Totals(0, 1), None)
-    assert cost((stable, {1: (49, 5.1 * 0.049)})) == (Totals(1, 1), None)
-    assert cost((stable, {1: (50, 1.3 * 0.05)})) == (Totals(1, 1), pytest.approx(1.3))
+    stable = {1: (100, 10.0)}
+    assert cost((stable, {1: (49, 4.9 * 4.9)})) == (Totals(0, 1), None)
+    assert cost((stable, {1: (49, 5.1 * 4.9)})) == (Totals(1, 1), None)
+    assert cost((stable, {1: (50, 1.3 * 5.0)})) == (Totals(1, 1), pytest.approx(1.3))
+
+
+def test_microseconds_are_no_cost() -> None:
+    stable = {1: (100, 0.002)}
+    assert cost((stable, {1: (100, 0.02)}))[0] == Totals(0, 1)
+    assert cost((stable, {1: (100, 0.03)}))[0] == Totals(1, 1)
 
 
 def test_sizes_that_only_one_version_ran_are_not_compared() -> None:

@@ -243,6 +243,21 @@ async def test_a_rollout_is_started_shown_and_stopped_by_a_rollback(
 
 
 @in_loop
+async def test_a_rollback_of_rollouts_only_leaves_the_stable_version_alone(root: Path) -> None:
+    """The rollout may have ended by itself a moment ago."""
+    async with managed(root) as management:
+        await ask(management, "promote", version="2")
+        with pytest.raises(NotFound, match="no rollout is running"):
+            await ask(management, "rollback", rollout_only=True)
+        await ask(management, "promote", version="1", canary="5%")
+        event = await ask(management, "rollback", rollout_only=True)
+        assert event["kind"] == "rollout stopped"
+        with pytest.raises(NotFound, match="that of version 1 was stopped"):
+            await ask(management, "rollback", rollout_only=True)
+        assert loaded(management) == on_disk(root) == ["2"]
+
+
+@in_loop
 async def test_a_model_by_itself_has_no_repository(root: Path) -> None:
     async with managed(root / "model") as management:
         with pytest.raises(InvalidRequest, match=f"give its repository, {root}"):
