@@ -174,8 +174,8 @@ def promote(
 @click.option(
     "--rollout-only",
     is_flag=True,
-    help="Stop a running canary or shadow, and nothing else. Default: off. Give it when the rollout "
-    "may have ended by itself: the stable version is then left alone.",
+    help="Stop a running canary or shadow, and nothing else. Default: off. Give it when the "
+    "rollout may have ended by itself: the stable version is then left alone.",
 )
 @_key_flag
 @_json_flag
