@@ -14,7 +14,7 @@ from penstock.serving.metrics import BUCKETS, Histogram, ModelMetrics
 
 @dataclass(frozen=True, slots=True)
 class VersionCounters:
-    """What a version had counted at a time."""
+    """Counters of a version at one time."""
 
     at: float
     num_answered: int

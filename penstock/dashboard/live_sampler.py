@@ -44,7 +44,7 @@ Rollouts = Callable[[], Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class TextCounters:
-    """What a language model had counted at a time."""
+    """Counters of a language model at one time."""
 
     at: float
     num_prompt: int

@@ -87,7 +87,7 @@ class WhatIf:
         )
 
     def _end(self, simulation: asyncio.Future[WhatIfResult]) -> None:
-        """Let another simulation run, after one whose result nobody needs."""
+        """Let another simulation run, after one whose client has left."""
         self._running.release()
         if not simulation.cancelled():
             simulation.exception()

@@ -19,7 +19,7 @@ CHANGED = "the recording has changed since it was opened: copy it, and replay th
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
-    """What of a recording is replayed: when, and whether there are answers to compare with."""
+    """The requests of a recording that are replayed: when, and whether their answers are compared."""
 
     trace: Trace
     has_answers: bool

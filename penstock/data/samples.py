@@ -26,9 +26,9 @@ class InputSpec(msgspec.Struct, frozen=True):
     seed: int = 0
     # A recorded trace: request k is as long as the trace's k-th.
     trace_path: str = ""
-    # Of a recording: only so many different rows, the latest; 0: all.
+    # Take only this number of different rows of a recording, the latest; 0: all.
     latest: int = 0
-    # Send the requests of a recording as they came, so many of them; 0: their rows are examples.
+    # Send this number of a recording's requests as they came; 0: their rows are examples.
     num_replayed: int = 0
 
 

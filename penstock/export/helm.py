@@ -17,7 +17,7 @@ AUTOSCALERS = ("keda", "hpa", "none")
 VALUES: Mapping[str, str] = {
     "image": "Image of the server.",
     "autoscaler": "keda scales on queued requests, hpa on CPU or a metric of pods; or none.",
-    "minReplicas": "Fewest pods; all of them if autoscaler is none.",
+    "minReplicas": "Lowest number of pods; their number if autoscaler is none.",
     "maxReplicas": "Most pods.",
     "queueDepth": "Queued requests per pod above which an autoscaler adds one.",
     "prometheusUrl": "Prometheus that KEDA asks.",
@@ -27,7 +27,7 @@ VALUES: Mapping[str, str] = {
     "nodeSelector": "Labels of the nodes to run on.",
     "tolerations": "Taints of nodes that are accepted.",
     "networkPolicy": "Whether a NetworkPolicy restricts who may connect.",
-    "serviceMonitor": "Whether Prometheus' operator is told to scrape the pods.",
+    "serviceMonitor": "Whether a ServiceMonitor asks Prometheus' operator to scrape the pods.",
 }
 CHECKS = """\
 {{- if not (has .Values.autoscaler (list "keda" "hpa" "none")) }}

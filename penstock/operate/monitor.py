@@ -55,7 +55,7 @@ class BusyTime:
 
 @dataclass(slots=True)
 class Spending:
-    """What a version costs, and the energy that it uses."""
+    """Cost and energy of a version."""
 
     labels: Labels
     devices: tuple[str, ...] = ()

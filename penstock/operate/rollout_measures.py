@@ -1,4 +1,4 @@
-"""What is compared in a rollout, read from the counts of both versions. Pure.
+"""The measures that a rollout compares, read from the counts of both versions. Pure.
 
 Each measure returns totals since the rollout began; `rollout_checks` tests what a second adds.
 """
@@ -25,7 +25,7 @@ ALIKE, RARE = 0.5, 4.0
 NO_COST_S = 2e-4
 # Number of batches and their total seconds, by rows.
 Batches = Mapping[int, tuple[int, float]]
-# Of a histogram.
+# The buckets of a histogram.
 Counts = tuple[int, ...]
 
 

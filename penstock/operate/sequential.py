@@ -82,7 +82,7 @@ class ExcessTest:
         self._due += stake
 
     def twins(self, number: int = NUM_TWINS) -> ExcessTest:
-        """Return a test of so many streams that all begin where this one is."""
+        """Return a test of `number` streams that all begin where this one is."""
         made = ExcessTest(self.alpha)
         made.num_observations = self.num_observations
         made._reserve, made._aside, made._due = self._reserve, self._aside, self._due
@@ -109,7 +109,7 @@ class PowerCheck:
         return float(np.mean(self._twins.rejections))
 
     def add(self, num_events: int, num_allowed: float) -> None:
-        """Follow an observation of the test: this number of so many events was allowed."""
+        """Follow an observation of the test: of `num_events`, `num_allowed` were allowed."""
         counts = self._random.binomial(num_events, self.share, NUM_TWINS)
         self._twins.add(counts / num_allowed)
 

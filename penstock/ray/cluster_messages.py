@@ -79,5 +79,5 @@ def refusal(error: PenstockError) -> ClusterAnswer:
 
 
 def header_lines(pairs: list[tuple[bytes, bytes]]) -> bytes:
-    """Return headers as lines, without the length, which whoever answers adds."""
+    """Return headers as lines, without the length, which the sender of the answer adds."""
     return b"".join(b"%b: %b\r\n" % pair for pair in pairs if pair[0] != b"content-length")

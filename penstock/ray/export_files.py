@@ -20,7 +20,7 @@ from penstock.ray.application import Design
 
 @dataclass(frozen=True, slots=True)
 class ExportedRay:
-    """What was written. `notes` say where figures come from."""
+    """The files that were written. `notes` say where figures come from."""
 
     paths: tuple[str, ...]
     notes: tuple[str, ...]

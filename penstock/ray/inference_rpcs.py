@@ -45,7 +45,7 @@ MAX_STREAMED = 64
 
 
 class RpcContext(Protocol):
-    """What is used of `ray.serve.grpc_util.RayServegRPCContext`."""
+    """The part of `ray.serve.grpc_util.RayServegRPCContext` that is used."""
 
     def invocation_metadata(self) -> list[tuple[str, str | bytes]]: ...
     def set_code(self, code: Any) -> None: ...

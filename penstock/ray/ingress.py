@@ -22,7 +22,7 @@ from penstock.ray.inference_rpcs import InferenceRpcs, RawMessage, RpcContext
 
 @dataclass(frozen=True, slots=True)
 class IngressSpec:
-    """What an ingress needs to know, beside the handles of the models."""
+    """Settings of an ingress, beside the handles of the models."""
 
     # Models of language, whose requests are routed by their prompts.
     texts: tuple[str, ...] = ()

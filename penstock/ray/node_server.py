@@ -25,7 +25,7 @@ HEALTH_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """What the server of a node serves, and its options. `digest` changes with the models."""
+    """The models that the server of a node serves, and its options. `digest` changes with the models."""
 
     repository: str
     digest: str

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 # Bytes of a block: about 64 tokens of English, a few KV blocks.
 BLOCK_BYTES = 256
-# Longer prompts are told apart by their first 16 kB.
+# Only the first 16 kB of a prompt count.
 MAX_BLOCKS = 64
 # Blocks that a router remembers; about 100 bytes each.
 MAX_KNOWN = 200_000

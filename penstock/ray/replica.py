@@ -43,7 +43,7 @@ log = logging.getLogger("penstock.ray")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What a replica serves. `digest` changes with the files of the versions, so that a changed
+    """The versions that a replica serves. `digest` changes with the files of the versions, so that a changed
     model is a changed deployment."""
 
     repository: str

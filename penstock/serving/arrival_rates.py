@@ -1,7 +1,6 @@
 """How many rows (or tokens) of a model arrive per second, over a short and a long window. Pure.
 
-Fed with totals that somebody counts, at intervals of any length: a shard that starts again counts
-from 0. Time is an argument.
+Fed with totals, at intervals of any length: a shard that starts again counts from 0. Time is an argument.
 """
 
 from __future__ import annotations

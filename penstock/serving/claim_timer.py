@@ -19,7 +19,7 @@ from penstock.wire import frames
 def send_claim(claim: ClaimRows, links: Mapping[int, ShardLink]) -> None:
     """Ask a shard for its part of a batch."""
     share = claim.share
-    # What was offered without a geometry is merged with nothing.
+    # An offer without a geometry is merged with nothing.
     geometry = share.geometry if isinstance(share.geometry, str) else None
     frame = frames.Claim(
         claim.round,

@@ -22,7 +22,7 @@ from penstock.wire.frames import QuantityCounts, Sketched
 
 # Rows are judged from this number on.
 MIN_ROWS = 200
-# The window: rows of the last minute, and at least so many, however old.
+# The window: rows of the last minute, and at least WINDOW_ROWS, however old.
 WINDOW_S = 60.0
 WINDOW_ROWS = 400
 # Limits. A share of rows outside of the range that follows from the size of the data set, because
@@ -52,7 +52,7 @@ class InputDrift:
 
 
 def share_limit(num_rows: int) -> float:
-    """Return the share of rows that may lie outside of a range from so many rows. A new row exceeds
+    """Return the share of rows that may lie outside of the range of `num_rows` rows. A new row exceeds
     the largest of n with a probability p that is itself random: P(p > x) = (1 - x)^n, each side."""
     largest = 1 - math.exp(math.log(CHANCE) / max(1, num_rows))
     return max(MIN_SHARE_LIMIT, 2 * largest)

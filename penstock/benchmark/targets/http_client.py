@@ -75,7 +75,7 @@ class HttpClient:
         return len(self._connections)
 
     async def open(self, num_connections: int) -> None:
-        """Open so many connections, up to the maximum; ConfigError if it fails. Undoes
+        """Open up to `num_connections`, at most the maximum; ConfigError if it fails. Undoes
         `cancel` and `close`."""
         self._is_closed = False
         missing = min(num_connections, self._max_connections) - len(self._connections)

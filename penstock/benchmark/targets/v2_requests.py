@@ -89,7 +89,7 @@ class RequestTemplate:
 
     def _head_for(self, parameters: Sequence[Mapping[str, str | int]], num_bytes: int) -> bytes:
         """Return head and JSON of a request whose inputs have these parameters, and which ends with
-        so many bytes of tensors."""
+        `num_bytes` of tensors."""
         inputs = [
             _described(spec) | {"parameters": each}
             for spec, each in zip(self.inputs, parameters, strict=True)
