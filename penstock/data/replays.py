@@ -19,7 +19,7 @@ CHANGED = "the recording has changed since it was opened: copy it, and replay th
 
 
 class ReplayPlan(msgspec.Struct, frozen=True):
-    """The requests of a recording that are replayed: when, and whether their answers are compared."""
+    """Requests of a recording to replay: when, and whether their answers are compared."""
 
     trace: Trace
     has_answers: bool

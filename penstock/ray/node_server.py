@@ -25,7 +25,8 @@ HEALTH_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """The models that the server of a node serves, and its options. `digest` changes with the models."""
+    """The models that the server of a node serves, and its options. `digest` changes with
+    the models."""
 
     repository: str
     digest: str

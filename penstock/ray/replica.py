@@ -43,8 +43,8 @@ log = logging.getLogger("penstock.ray")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """The versions that a replica serves. `digest` changes with the files of the versions, so that a changed
-    model is a changed deployment."""
+    """The versions that a replica serves. `digest` changes with the files of the versions, so
+    that a changed model is a changed deployment."""
 
     repository: str
     model: str

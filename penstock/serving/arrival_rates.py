@@ -1,6 +1,7 @@
 """How many rows (or tokens) of a model arrive per second, over a short and a long window. Pure.
 
-Fed with totals, at intervals of any length: a shard that starts again counts from 0. Time is an argument.
+Fed with totals, at intervals of any length: a shard that starts again counts from 0. Time is an
+argument.
 """
 
 from __future__ import annotations
