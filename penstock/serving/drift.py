@@ -53,7 +53,8 @@ class InputDrift:
 
 def share_limit(num_rows: int) -> float:
     """Return the share of rows that may lie outside of the range of `num_rows` rows. A new
-    row exceeds the largest of n with a probability p that is itself random: P(p > x) = (1 - x)^n, each side."""
+    row exceeds the largest of n with a probability p that is itself random: P(p > x) = (1 - x)^n,
+    each side."""
     largest = 1 - math.exp(math.log(CHANCE) / max(1, num_rows))
     return max(MIN_SHARE_LIMIT, 2 * largest)
 
