@@ -168,7 +168,8 @@ class RolloutJudge:
         specs.append((text, promise.max_failed, failures))
         if promise.max_disagreeing is not None:
             source = f" by {promise.agreement_source}" if promise.agreement_source else ""
-            text = CheckText("agreement", "rows", "disagree", source)
+            events = "texts" if promise.is_text else "rows"
+            text = CheckText("agreement", events, "disagree", source)
             specs.append((text, promise.max_disagreeing, disagreements))
         if promise.is_text:
             for is_above in (True, False):
