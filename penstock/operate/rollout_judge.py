@@ -206,7 +206,8 @@ def _slow_spec(metric: str) -> tuple[CheckText, float, Measure]:
 def _length_spec(is_above: bool) -> tuple[CheckText, float, Measure]:
     word = "longer" if is_above else "shorter"
     told = ", compared with the median of the stable version"
-    text = CheckText(f"{word} texts", "texts", f"were {word}", told)
+    # Shares near the limit show only under a steady load, so a step does not wait for them.
+    text = CheckText(f"{word} texts", "texts", f"were {word}", told, is_required=False)
     return text, LENGTH_ALLOWED, BeyondQuantile(LENGTH, 0.5, is_above=is_above)
 
 

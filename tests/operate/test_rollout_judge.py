@@ -191,3 +191,16 @@ def test_generated_texts_are_compared_by_ttft_length_and_likelihood(
     assert broken == [name] * bool(name)
     told = {each.name: each.text for each in verdict.checks}
     assert "texts disagree" in told["agreement"]
+
+
+def test_texts_of_one_length_can_be_promoted() -> None:
+    judge = RolloutJudge(PLAN, RolloutPromise(is_text=True, max_cost=None), 0)
+    counts, actions = SplitCounts(), set()
+    for second in range(600):
+        for side in (counts.stable, counts.candidate):
+            for metric, value in (("latency", 1.0), (TTFT, 0.1), (TPOT, 0.01), (LENGTH, 256)):
+                for _ in range(5 + second % 3):
+                    side.add(metric, value, ())
+        counts.num_compared += 5
+        actions.add(judge.tick(RolloutReading(counts), second + 1.0).action)
+    assert actions >= {"step", "promote"} and "roll back" not in actions
