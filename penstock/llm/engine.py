@@ -231,7 +231,9 @@ class Engine:
                 self._forget(each)
 
     def _forget(self, sequence: Sequence) -> None:
-        if sequence.reason in ("stop", "length"):
+        # Who asks for the prompt's logprobs has it scored, and says nothing of usual texts.
+        is_text = sequence.params.num_prompt_logprobs is None
+        if is_text and sequence.reason in ("stop", "length"):
             known = sequence.num_generated if self._usual is None else self._usual
             self._usual = known + NEWEST * (sequence.num_generated - known)
 

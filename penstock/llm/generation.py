@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,6 +53,10 @@ class Generation:
     arrived: float = 0.0
     # What the client asked, for recordings: {"prompt"} or {"messages"}.
     asked: Mapping[str, object] | None = None
+    # A copy of a client's request, for another version: it counts in no metric of requests.
+    is_mirror: bool = False
+    # Called when the client cancels it, of which its sink does not hear.
+    on_cancel: Callable[[], None] | None = None
     # The model sets the following fields on admission.
     admitted: float = 0.0
     outputs: list[SequenceOutput] = field(default_factory=list)
@@ -71,3 +75,11 @@ class Generation:
     def totals(self) -> TokenUsage:
         num_generated = sum(each.num_tokens for each in self.outputs)
         return TokenUsage(self.num_prompt, num_generated, self.num_cached)
+
+    @property
+    def mean_token_s(self) -> float | None:
+        """Time per output token of the longest sequence; None before the second token."""
+        most = max((each.num_tokens for each in self.outputs), default=0)
+        if self.first_at is None or self.last_at is None or most < 2:
+            return None
+        return (self.last_at - self.first_at) / (most - 1)

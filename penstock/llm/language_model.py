@@ -265,7 +265,7 @@ class LanguageModel:
     def submit(self, request: Request | Generation) -> None:
         """Take a text request, whose sink gets every outcome; refuse tensors."""
         if isinstance(request, Generation):
-            if self.recorder is not None:
+            if self.recorder is not None and not request.is_mirror:
                 tap(request, self.recorder)
             self.part.submit(request)
             return

@@ -235,10 +235,12 @@ class OpenGenerations:
         """Drop a request, at any time; its sink is not called again."""
         if self._deciding.pop(generation.request.id, None) is not None:
             generation.is_ended = True
-            self.metrics.refused(CANCELLED, self._clock() - (generation.arrived or self._clock()))
+            self.metrics.not_admitted(generation, CANCELLED, self._clock())
             self._check_idle()
-        else:
-            self._abort(generation, CANCELLED)
+        elif not self._abort(generation, CANCELLED):
+            return
+        if generation.on_cancel is not None:
+            generation.on_cancel()
 
     def _abort(self, generation: Generation, error: PenstockError) -> bool:
         """Drop a request; return whether it was open."""
@@ -275,8 +277,7 @@ class OpenGenerations:
 
     def _refuse_at_once(self, generation: Generation, error: PenstockError) -> None:
         generation.is_ended = True
-        now = self._clock()
-        self.metrics.refused(error, now - (generation.arrived or now))
+        self.metrics.not_admitted(generation, error, self._clock())
         generation.sink.failed(error)
 
     def _begin(self, generation: Generation, data: bytes) -> None:
@@ -406,7 +407,7 @@ class OpenGenerations:
                 error = Overloaded(message.reason, message.retry_after_s, message.kind)
                 num_open = sum(each.request.params.n for each in self._open.values())
                 self._shares.refused(num_open, self._clock())
-            self.metrics.refused(error, self._clock() - generation.arrived)
+            self.metrics.not_admitted(generation, error, self._clock())
             generation.sink.failed(error)
             self._check_idle()
 

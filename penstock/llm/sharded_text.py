@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from penstock.config import ModelConfig
+from penstock.errors import NotReady
 from penstock.llm.engine_supervisor import EngineLife, EngineSupervisor
 from penstock.llm.language_model import explain_text, limits_of, process_of, source_of
 from penstock.llm.open_generations import NO_TEXT
@@ -148,6 +149,13 @@ class ShardedText(ShardedVersion):
         text.add([decode_record(each.metrics.others) for each in self._readings.values()])
         self.metrics, self.num_waiting = metrics, text.num_waiting
         self._is_busy = bool(text.num_running or text.num_waiting)
+
+    @property
+    def max_length(self) -> int:
+        """Context length: the tokens of a prompt and its answer together."""
+        if self._engine.ready is None:
+            raise NotReady(f"model '{self.config.name}' is not ready: {self.reason}")
+        return self._engine.ready.max_length
 
     # State for the catalog.
 

@@ -151,6 +151,8 @@ class TextMetrics:
 
     def token(self, generation: Generation, output: SequenceOutput, now: float) -> None:
         """Count a token, before `generation` and `output` are updated."""
+        if generation.is_mirror:
+            return
         self.num_generated_tokens += 1
         if generation.first_at is None:
             self.num_prompt_tokens += generation.num_prompt
@@ -159,6 +161,8 @@ class TextMetrics:
             self.next_token_s.add(now - output.last_at)
 
     def finished(self, generation: Generation, now: float) -> None:
+        if generation.is_mirror:
+            return
         total_s = now - generation.arrived
         reasons = {each.reason for each in generation.outputs}
         # If any of several texts hit the limit, operators want to see that.
@@ -170,6 +174,8 @@ class TextMetrics:
 
     def failed(self, generation: Generation, error: PenstockError, now: float) -> None:
         """Count a failure after admission."""
+        if generation.is_mirror:
+            return
         is_left = isinstance(error, Cancelled | NotReady)
         self.num_ended["abort" if is_left else "error"] += 1
         self._ended(generation, now)
@@ -177,6 +183,10 @@ class TextMetrics:
         is_late = self.model.is_late(total_s) or bool(self._missed(generation, now))
         self.model.failed("CANCELED" if is_left else "BACKEND", error, is_late)
         self.model.fail_s += total_s
+
+    def not_admitted(self, generation: Generation, error: PenstockError, now: float) -> None:
+        if not generation.is_mirror:
+            self.refused(error, now - (generation.arrived or now))
 
     def refused(self, error: PenstockError, seconds: float) -> None:
         """Count a refusal, before anything was computed."""
@@ -187,7 +197,7 @@ class TextMetrics:
     def _missed(self, generation: Generation, now: float) -> list[str]:
         """Return the limits of the SLO on tokens that the request has missed by now."""
         first_at = now if generation.first_at is None else generation.first_at
-        spans_s = {"ttft": first_at - generation.arrived, "tpot": _mean_token_s(generation) or 0.0}
+        spans_s = {"ttft": first_at - generation.arrived, "tpot": generation.mean_token_s or 0.0}
         return [
             metric
             for metric, span_s in spans_s.items()
@@ -198,14 +208,5 @@ class TextMetrics:
         self.request_s.add(now - generation.arrived)
         self.prompt_tokens.add(generation.num_prompt)
         self.generated_tokens.add(sum(each.num_tokens for each in generation.outputs))
-        if (mean_s := _mean_token_s(generation)) is not None:
+        if (mean_s := generation.mean_token_s) is not None:
             self.mean_token_s.add(mean_s)
-
-
-def _mean_token_s(generation: Generation) -> float | None:
-    """Return the time per output token of the longest sequence; None before the second token."""
-    most = max((each.num_tokens for each in generation.outputs), default=0)
-    first_at, last_at = generation.first_at, generation.last_at
-    if first_at is None or last_at is None or most < 2:
-        return None
-    return (last_at - first_at) / (most - 1)

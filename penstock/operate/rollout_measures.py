@@ -71,11 +71,13 @@ def lateness(metric: str, index: int) -> Measure:
 
 
 class BeyondQuantile:
-    """Counts values above a quantile of the stable version's, or else not above it. The quantile is
-    that of all seconds before, from MIN_REFERENCE values on, so it follows a load that changes."""
+    """Counts values above a quantile of the stable version's, or else below it. The quantile is
+    that of all seconds before, from MIN_REFERENCE values on, so it follows a load that changes.
+    Values near the quantile count as equal to it: texts that all end at the same limit are neither
+    longer nor shorter."""
 
     def __init__(self, metric: str, share: float, *, is_above: bool = True) -> None:
-        """`share` of the stable version's values are above the quantile, at most."""
+        """`share` of the stable version's values are above the quantile, or below it, at most."""
         self._metric = metric
         self._share = share
         self._is_above = is_above
@@ -86,7 +88,10 @@ class BeyondQuantile:
 
     @property
     def limit(self) -> float | None:
-        return None if self._edge is None else bounds_of(self._metric)[self._edge]
+        """The quantile; None: not known yet, or no value is below it."""
+        if self._edge is None or self._edge < 0:
+            return None
+        return bounds_of(self._metric)[self._edge]
 
     def __call__(self, reading: RolloutReading) -> Totals:
         counts = reading.counts
@@ -113,7 +118,9 @@ class BeyondQuantile:
             return None
         edges = range(len(bounds_of(self._metric)))
         most = self._share * total
-        return next((edge for edge in edges if stable.above(self._metric, edge) <= most), None)
+        if self._is_above:
+            return next((edge for edge in edges if stable.above(self._metric, edge) <= most), None)
+        return sum(total - stable.above(self._metric, edge) <= most for edge in edges) - 1
 
 
 class CostlySeconds:

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock import slo as slos
 from penstock.config import LLM, ModelConfig
+from penstock.optimizer.llm import likelihoods
 from penstock.serving.split_counts import LATENCY, TPOT, TTFT, Limit
 
 # Share of failed requests: three nines, as services commonly promise.
@@ -23,6 +24,9 @@ MAX_DISAGREEING = 0.05
 LEAST_DISAGREEING = 0.01
 # Compute time of a row over the stable version's, in addition to what the evidence expects.
 COST_MARGIN = 1.25
+# KL divergence per token, in nats, that texts may have from the original's if no evidence has a
+# limit: the optimizer's default.
+MAX_KL = likelihoods.DEFAULT.limit
 # Metrics of single requests that are counted.
 COUNTED = {LATENCY: LATENCY, TTFT: TTFT, TPOT: TPOT}
 
@@ -51,6 +55,8 @@ class RolloutPromise:
     max_cost: float | None = COST_MARGIN
     cost_source: str = ""
     is_text: bool = False
+    # KL divergence per token by which texts of both versions may differ.
+    max_kl: float = MAX_KL
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -65,6 +71,7 @@ class _Accuracy(msgspec.Struct):
 
     metric: str
     loss_bound: float
+    limit: float = 0.0
 
 
 class _Measured(msgspec.Struct):
@@ -86,17 +93,21 @@ def find_promise(
     latencies, source = _latencies(stable, candidate)
     disagreeing: float | None
     disagreeing, agreement_source = _disagreeing(evidences)
+    if is_text:
+        # What evidence says of them is about tokens, not about whole texts.
+        disagreeing, agreement_source = MAX_DISAGREEING, "the default for texts"
     if agreement is not None:
         disagreeing, agreement_source = 1 - agreement, "the promotion's own limit"
     cost, cost_source = _cost(evidences)
     return RolloutPromise(
         latencies,
         source,
-        max_disagreeing=None if is_text else disagreeing,
+        max_disagreeing=disagreeing,
         agreement_source=agreement_source,
         max_cost=None if is_text else cost,
         cost_source=cost_source,
         is_text=is_text,
+        max_kl=_max_kl(evidences),
     )
 
 
@@ -140,11 +151,24 @@ def _disagreeing(evidences: tuple[Evidence, Evidence]) -> tuple[float, str]:
 
 def _bound(evidence: Evidence) -> float | None:
     """Return the upper bound of the share of rows that differ from the original's."""
+    judged = _accuracy(evidence)
+    if judged is None or judged.metric != "agreement":
+        return None
+    return min(max(0.0, judged.loss_bound), 1.0)
+
+
+def _max_kl(evidences: tuple[Evidence, Evidence]) -> float:
+    """Return the KL divergence that both versions may have from their original, added up."""
+    judged = map(_accuracy, evidences)
+    limits = [each.limit for each in judged if each is not None and each.metric == "kl"]
+    return sum(limits) or MAX_KL
+
+
+def _accuracy(evidence: Evidence) -> _Accuracy | None:
     try:
-        judged = msgspec.convert(evidence.get("accuracy"), _Accuracy)
+        return msgspec.convert(evidence.get("accuracy"), _Accuracy)
     except msgspec.ValidationError:
         return None
-    return min(max(0.0, judged.loss_bound), 1.0) if judged.metric == "agreement" else None
 
 
 def _source(evidence: Evidence) -> object:

@@ -34,8 +34,6 @@ def check_alike(stable: ModelConfig, candidate: ModelConfig) -> None:
         problems.append("only one of them has a batch dimension")
     if (stable.backend == LLM) != (candidate.backend == LLM):
         problems.append("only one of them is a language model")
-    elif stable.backend == LLM:
-        problems.append("texts of language models are not split")
     if problems:
         raise InvalidRequest(
             f"{name}: versions {stable.version} and {candidate.version} cannot share requests: "

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from penstock.config import LLM
 from penstock.errors import ConfigError, InvalidRequest, NotFound, PenstockError
+from penstock.llm import text_split
 from penstock.operate import model_folders, promotion
 from penstock.operate.off_loop import off_loop
 from penstock.operate.promotion import Change, Grounds
@@ -149,6 +151,8 @@ class Rollouts:
             await self._catalog.refresh()
             if self._catalog.find(name) is not stable:
                 raise InvalidRequest(f"{name}: {GONE}; start the rollout again")
+            if config.backend == LLM:
+                text_split.check_alike(stable, candidate)
         except BaseException:
             await self._catalog.drop_candidate(name)
             raise
@@ -177,6 +181,7 @@ class Rollouts:
             hash_header=plan.hash_header,
             salt=secrets.token_bytes(16),
             limits=promise.limits,
+            max_kl=promise.max_kl,
             mirrored_per_s=plan.mirrored_per_s / (1 if shards is None else shards.number),
         )
         share, steps = judge.share, (judge.step, plan.steps)

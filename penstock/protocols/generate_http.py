@@ -6,7 +6,7 @@ models that are not language models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import SHUTTING_DOWN, NotReady, Unsupported
@@ -16,6 +16,7 @@ from penstock.protocols.route_table import find
 from penstock.protocols.text_answers import Answer, GenerateCall, StreamedAnswer, counted, guarded
 from penstock.protocols.whole_answers import OneEventAnswer, WholeAnswer
 from penstock.serving.model_table import ModelTable
+from penstock.serving.traffic_split import TrafficSplit
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import GenerateForm
 
@@ -33,7 +34,8 @@ class GenerateHttp:
             match = find(exchange.head.path)
             assert match is not None
             is_stream = match.route.handler == "generate_stream"
-            model = self._find(match.model_name, match.model_version)
+            named = match.model_name, match.model_version
+            model, split = self._choose(*named, exchange.head.headers)
             with counted(model, exchange.received):
                 if self._is_draining():
                     raise NotReady(SHUTTING_DOWN)
@@ -42,6 +44,7 @@ class GenerateHttp:
             call = GenerateCall(
                 exchange=exchange,
                 model=model,
+                split=split,
                 field="text_input",
                 form=GenerateForm(model.config.name, model.config.version, asked),
                 params=asked.params,
@@ -53,11 +56,13 @@ class GenerateHttp:
             )
             call.tokenize([asked.text])
 
-    def _find(self, name: str, version: str) -> LanguageModel:
-        model = self._catalog.find(name, version)
+    def _choose(
+        self, name: str, version: str, headers: Mapping[bytes, bytes]
+    ) -> tuple[LanguageModel, TrafficSplit | None]:
+        model, split = self._catalog.choose(name, version, headers)
         if not isinstance(model, LanguageModel):
             raise Unsupported(
                 f"generate is for language models; '{name}' takes tensors: ask "
                 f"/v2/models/{name}/infer"
             )
-        return model
+        return model, split

@@ -92,8 +92,12 @@ class OpenAiHttp:
         return [
             describe_model(each.config.name, each.loaded_at, each.max_length)
             for each in self._catalog
-            if isinstance(each, LanguageModel) and each.is_ready
+            if isinstance(each, LanguageModel) and each.is_ready and self._is_served(each)
         ]
+
+    def _is_served(self, model: LanguageModel) -> bool:
+        """Whether requests find this version by the model's name: they find one of each model."""
+        return self._catalog.find(model.config.name) is model
 
     def _ready_models(self) -> list[OpenAiModel]:
         return [*self._ready_text_models(), *self._embeddings.ready_models()]
@@ -121,9 +125,13 @@ class OpenAiHttp:
         field: str,
         echoed: Sequence[str | list[int]] = (),
     ) -> GenerateCall:
+        self._find(asked.model)
+        model, split = self._catalog.choose(asked.model, "", exchange.head.headers)
+        assert isinstance(model, LanguageModel), "versions of a rollout are of one kind"
         return GenerateCall(
             exchange=exchange,
-            model=self._find(asked.model),
+            model=model,
+            split=split,
             field=field,
             form=form,
             params=asked.params,

@@ -23,6 +23,7 @@ from penstock.errors import (
     PenstockError,
     TooLarge,
 )
+from penstock.llm import text_split
 from penstock.llm.generation import Generation
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
 from penstock.llm.messages import TokenEvent
@@ -33,6 +34,7 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error
 from penstock.sampling_params import SamplingParams
 from penstock.serving.served import Served
+from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import CANCELLED
 from penstock.wire.generate_v2 import GenerateForm
 from penstock.wire.openai_forms import AnswerChoice, CompletionForm, TokenUsage
@@ -81,6 +83,8 @@ class TextCall:
     # Whether the model's metrics count refusals.
     is_counted: bool = True
     is_logged: bool = False
+    # Counts what becomes of it, if the model has a rollout.
+    split: TrafficSplit | None = None
 
     def take(self, tokens: Sequence[list[int]]) -> None:
         """Go on with the tokens of each text."""
@@ -122,6 +126,8 @@ class TextCall:
             add_field(error, self.field)
             if self.is_counted:
                 self.model.refused(error, self.exchange.received)
+            if self.split is not None:
+                text_split.note_refusal(self.split, self.model, error, self.exchange.received)
             raise
 
 
@@ -178,6 +184,8 @@ class GenerateCall(TextCall):
             generation = model.new_generation(prompt, params, sink)
             generation.arrived, generation.caller = exchange.received, exchange.caller
             generation.asked = self.asked[number] if self.asked else None
+            if self.split is not None:
+                text_split.watch(self.split, model, generation)
             answer.generations.append(generation)
         first, *others = (each.request for each in answer.generations)
         first.num_following = sum(len(each.tokens) for each in others)
@@ -243,6 +251,10 @@ class Answer:
         self._num = call.params.n
         self._has_logprobs = call.params.num_logprobs is not None
         self._num_finished = 0
+        # Names the version that answers while a rollout runs.
+        self.headers = b""
+        if call.split is not None:
+            self.headers = b"Penstock-Version: %b\r\n" % call.model.config.version.encode()
 
     def abandon(self) -> None:
         self._give_up()
@@ -308,7 +320,7 @@ class Answer:
 class StreamedAnswer(Answer):
     def grow(self, choice: PartialChoice, new: AnswerChoice) -> None:
         if not self.exchange.is_streaming:
-            self.exchange.start_stream(200, EVENTS)
+            self.exchange.start_stream(200, EVENTS + self.headers)
         data = b"" if choice.has_begun else self.form.begin(new.index)
         # An incomplete UTF-8 character yields no text yet, so there may be nothing to send.
         if new.text or new.reason or new.logprobs:

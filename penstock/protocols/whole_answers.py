@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.protocols.http import JSON
 from penstock.protocols.text_answers import EVENTS, Answer, PartialChoice
 from penstock.wire.openai_forms import AnswerChoice
 
@@ -22,11 +23,11 @@ class WholeAnswer(Answer):
         self.reply(self.form.whole(choices, self.usage))
 
     def reply(self, body: bytes) -> None:
-        self.exchange.reply_json(body)
+        self.exchange.reply(200, JSON + self.headers, (body,))
 
 
 class OneEventAnswer(WholeAnswer):
     """A whole answer in one event, for clients that read event streams."""
 
     def reply(self, body: bytes) -> None:
-        self.exchange.reply(200, EVENTS, (b"data: " + body + b"\n\n",))
+        self.exchange.reply(200, EVENTS + self.headers, (b"data: " + body + b"\n\n",))

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.errors import Cancelled, InvalidRequest, PenstockError
 from penstock.serving.divergence import Divergence
@@ -52,7 +53,7 @@ class TrafficSplit:
         self.stable, self.candidate = stable, candidate
         self.counts = SplitCounts(rollout=rule.rollout)
         self._divergence = Divergence(stable.config, self.counts)
-        self._clock = clock
+        self.clock = clock
         self._random = random.Random()
         self._tokens, self._filled_at = min(1.0, rule.mirrored_per_s), clock()
         self._num_mirrors = 0
@@ -107,14 +108,14 @@ class TrafficSplit:
 
     def watch(self, request: Request, model: Served) -> None:
         """Count what becomes of a request that this version is about to get."""
-        inputs = self._copy_inputs(request) if self._takes_mirror() else None
+        inputs = self._copy_inputs(request) if self.takes_mirror() else None
         request.sink = SplitSink(self, model, request.sink, inputs)
 
     # Mirrors.
 
-    def _takes_mirror(self) -> bool:
+    def takes_mirror(self) -> bool:
         """Return whether a request may be mirrored now, and count it if it may."""
-        now, per_s = self._clock(), self.rule.mirrored_per_s
+        now, per_s = self.clock(), self.rule.mirrored_per_s
         most = max(1.0, BURST_S * per_s)
         self._tokens = min(most, self._tokens + (now - self._filled_at) * per_s)
         self._filled_at = now
@@ -137,15 +138,20 @@ class TrafficSplit:
         if outputs is None:
             self.counts.num_dropped += 1
             return
+        self.begin_mirror(partial(self._mirror, sink, request, outputs))
+
+    def begin_mirror(self, run: Callable[[], None]) -> None:
+        """Run a mirror once the client's answer is on its way. It ends with `dropped` or
+        `mirrored`."""
         self._num_mirrors += 1
-        asyncio.get_running_loop().call_soon(self._mirror, sink, request, outputs)
+        asyncio.get_running_loop().call_soon(run)
 
     def _mirror(self, sink: SplitSink, request: Request, outputs: list[Tensor]) -> None:
         target = self.stable if sink.model is self.candidate else self.candidate
-        if not target.is_ready or target.num_waiting or sink.inputs is None:
+        if is_busy(target) or sink.inputs is None:
             self.dropped()
             return
-        received = self._clock()
+        received = self.clock()
         reply = MirrorSink(self, target, outputs)
         mirror = MirrorRequest(reply, sink.inputs, received, id=request.id, outputs=request.outputs)
         mirror.form, mirror.parameters = request.form, request.parameters
@@ -157,6 +163,10 @@ class TrafficSplit:
         self._num_mirrors -= 1
         self.counts.num_dropped += 1
 
+    def mirrored(self) -> None:
+        self._num_mirrors -= 1
+        self.counts.num_mirrored += 1
+
     def compared(
         self, sink: MirrorSink, request: Request, answer: Response | PenstockError
     ) -> None:
@@ -166,8 +176,7 @@ class TrafficSplit:
             # The stable version failed, or clients' requests need the version.
             self.dropped()
             return
-        self._num_mirrors -= 1
-        self.counts.num_mirrored += 1
+        self.mirrored()
         if is_candidate and is_shadow:
             note_answer(self.counts.candidate, request, answer, self.rule)
         if isinstance(answer, PenstockError):
@@ -221,18 +230,32 @@ class MirrorSink:
 def note_answer(
     side: SideCounts, request: Request, answer: Response | PenstockError, rule: SplitRule
 ) -> None:
-    """Count one ended request of a version. One whose client has left is late if it was by then."""
+    """Count one ended request of a version."""
     took_s = request.timings.completed - request.timings.received
-    if not isinstance(answer, PenstockError):
+    if isinstance(answer, PenstockError):
+        note_error(side, answer, {LATENCY: took_s}, rule)
+    else:
         side.add(LATENCY, took_s, rule.limits)
-    elif isinstance(answer, Cancelled):
-        limits = [limit for metric, limit in rule.limits if metric == LATENCY]
-        if limits and took_s > max(limits):
-            side.add(LATENCY, took_s, rule.limits)
-    elif is_failure(answer):
+
+
+def note_error(
+    side: SideCounts, error: PenstockError, spans_s: Mapping[str, float], rule: SplitRule
+) -> None:
+    """Count a request without an answer. `spans_s` is how long each metric had taken by then; if
+    the client has left, those count that were late."""
+    if is_failure(error):
         side.num_failed += 1
-    elif is_miss(answer):
-        side.add(LATENCY, math.inf, rule.limits)
+    for metric, span_s in spans_s.items():
+        limits = [limit for name, limit in rule.limits if name == metric]
+        if is_miss(error):
+            side.add(metric, math.inf, rule.limits)
+        elif isinstance(error, Cancelled) and limits and span_s > max(limits):
+            side.add(metric, span_s, rule.limits)
+
+
+def is_busy(model: Served) -> bool:
+    """Whether a version has no capacity to spare for mirrors."""
+    return not model.is_ready or model.num_waiting > 0
 
 
 def place_of(key: bytes, salt: bytes) -> float:

@@ -684,6 +684,8 @@ class SplitRule(Frame, tag="spl"):
     salt: bytes = b""
     limits: tuple[tuple[str, float], ...] = ()
     mirrored_per_s: float = 0.0
+    # KL divergence per token that texts of a language model may have, in nats.
+    max_kl: float = 0.0
 
 
 class Publish(Frame, tag="pub"):

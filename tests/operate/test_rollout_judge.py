@@ -182,7 +182,9 @@ def test_a_wrong_shadow_is_rolled_back() -> None:
     assert second <= 10
 
 
-def text_counts(ttft_s: float, tokens: int, counts: SplitCounts, number: int) -> None:
+def text_counts(
+    ttft_s: float, tokens: int, counts: SplitCounts, number: int, wrong: int = 0
+) -> None:
     for side, first_s, length in (
         (counts.stable, 0.1, 100),
         (counts.candidate, ttft_s, tokens),
@@ -192,23 +194,46 @@ def text_counts(ttft_s: float, tokens: int, counts: SplitCounts, number: int) ->
             side.add(TTFT, first_s, ())
             side.add(TPOT, 0.01, ())
             side.add(LENGTH, length * (0.7 + 0.6 * index / number), ())
+    counts.num_compared += 10
+    counts.num_disagreeing += wrong
 
 
 @pytest.mark.parametrize(
-    ("ttft_s", "tokens", "name"),
-    [(0.1, 100, ""), (0.3, 100, "ttft"), (0.1, 160, "longer texts"), (0.1, 60, "shorter texts")],
+    ("ttft_s", "tokens", "wrong", "name"),
+    [
+        (0.1, 100, 0, ""),
+        (0.3, 100, 0, "ttft"),
+        (0.1, 160, 0, "longer texts"),
+        (0.1, 60, 0, "shorter texts"),
+        (0.1, 100, 9, "agreement"),
+    ],
 )
-def test_generated_texts_are_compared_by_ttft_and_length(
-    ttft_s: float, tokens: int, name: str
+def test_generated_texts_are_compared_by_ttft_length_and_likelihood(
+    ttft_s: float, tokens: int, wrong: int, name: str
 ) -> None:
-    judge = RolloutJudge(PLAN, RolloutPromise(is_text=True, max_disagreeing=None, max_cost=None), 0)
+    judge = RolloutJudge(PLAN, RolloutPromise(is_text=True, max_cost=None), 0)
     counts = SplitCounts()
     # What the stable version usually does must be known before anything is compared with it.
     text_counts(0.1, 100, counts, 150)
     for second in range(60):
-        text_counts(ttft_s, tokens, counts, 20)
+        text_counts(ttft_s, tokens, counts, 20, wrong)
         verdict = judge.tick(RolloutReading(counts), second + 1.0)
         if verdict.action == "roll back":
             break
     broken = [each.name for each in verdict.checks if each.state == "broken"]
     assert broken == [name] * bool(name)
+    told = {each.name: each.text for each in verdict.checks}
+    assert "texts disagree" in told["agreement"]
+
+
+def test_texts_of_one_length_can_be_promoted() -> None:
+    judge = RolloutJudge(PLAN, RolloutPromise(is_text=True, max_cost=None), 0)
+    counts, actions = SplitCounts(), set()
+    for second in range(600):
+        for side in (counts.stable, counts.candidate):
+            for metric, value in (("latency", 1.0), (TTFT, 0.1), (TPOT, 0.01), (LENGTH, 256)):
+                for _ in range(5 + second % 3):
+                    side.add(metric, value, ())
+        counts.num_compared += 5
+        actions.add(judge.tick(RolloutReading(counts), second + 1.0).action)
+    assert actions >= {"step", "promote"} and "roll back" not in actions

@@ -28,8 +28,10 @@ def test_failures_lateness_and_disagreements() -> None:
     assert disagreements(reading) == Totals(1.5, 7)
 
 
-@pytest.mark.parametrize("is_above", [True, False])
-def test_values_are_compared_with_a_quantile_of_the_stable_version_before(is_above: bool) -> None:
+@pytest.mark.parametrize(("is_above", "limits"), [(True, (100, 1000)), (False, (89, 891))])
+def test_values_are_compared_with_a_quantile_of_the_stable_version_before(
+    is_above: bool, limits: tuple[int, int]
+) -> None:
     measure, counts = BeyondQuantile(LENGTH, 0.5, is_above=is_above), SplitCounts()
     for length in range(50, 149):
         counts.stable.add(LENGTH, length, ())
@@ -38,7 +40,7 @@ def test_values_are_compared_with_a_quantile_of_the_stable_version_before(is_abo
     assert measure.limit is None
     counts.stable.add(LENGTH, 149, ())
     assert measure(RolloutReading(counts)) == Totals(0, 0)
-    assert measure.limit == 100
+    assert measure.limit == limits[0]
     for length in (30, 300, 400):
         counts.candidate.add(LENGTH, length, ())
     counts.stable.add(LENGTH, 200, ())
@@ -49,7 +51,19 @@ def test_values_are_compared_with_a_quantile_of_the_stable_version_before(is_abo
     for _ in range(300):
         counts.stable.add(LENGTH, 1000, ())
     measure(RolloutReading(counts))
-    assert measure.limit == 1000
+    assert measure.limit == limits[1]
+
+
+@pytest.mark.parametrize("is_above", [True, False])
+@pytest.mark.parametrize("length", [1, 12, 256])
+def test_texts_of_one_length_are_neither_longer_nor_shorter(is_above: bool, length: int) -> None:
+    measure, counts = BeyondQuantile(LENGTH, 0.5, is_above=is_above), SplitCounts()
+    for _ in range(3):
+        for _ in range(100):
+            counts.stable.add(LENGTH, length, ())
+            counts.candidate.add(LENGTH, length, ())
+        totals = measure(RolloutReading(counts))
+    assert totals == Totals(0, 200, 0, 200)
 
 
 def cost(*seconds: tuple[dict, dict]) -> tuple[Totals, float | None]:

@@ -95,4 +95,20 @@ def test_texts_are_not_compared_row_by_row() -> None:
     text = replace(PLAIN, backend="llm", slo="p99 ttft < 200ms, p50 tpot < 20ms, p99 itl < 1s")
     promise = find_promise(text, text, ({}, {}))
     assert [each.metric for each in promise.latencies] == ["ttft", "tpot"]
-    assert (promise.is_text, promise.max_disagreeing, promise.max_cost) == (True, None, None)
+    assert (promise.is_text, promise.max_disagreeing, promise.max_cost) == (True, 0.05, None)
+    own = find_promise(text, text, ({}, {}), agreement=0.8)
+    assert own.max_disagreeing == pytest.approx(0.2)
+
+
+def test_texts_may_differ_by_the_limits_of_both_evidences() -> None:
+    def judged(metric: str, limit: float) -> dict[str, object]:
+        return {"accuracy": {"metric": metric, "loss_bound": 0.001, "limit": limit}}
+
+    text = replace(PLAIN, backend="llm")
+    for evidences, max_kl in (
+        (({}, {}), 0.02),
+        (({}, judged("kl", 0.05)), 0.05),
+        ((judged("kl", 0.01), judged("kl", 0.05)), 0.06),
+        (({}, judged("agreement", 0.05)), 0.02),
+    ):
+        assert find_promise(text, text, evidences).max_kl == pytest.approx(max_kl)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.llm import engine_supervisor, language_model
 from penstock.llm.renderer import MAX_SHORT, SLOTS, TextLimits
 from penstock.llm.text import Text
 from penstock.protocols.text_answers import salt_of
+from penstock.wire.frames import SplitRule
 
 # More than one token for a few characters.
 LONG = "the cat sat on the mat " * 120
@@ -300,3 +302,118 @@ def test_while_the_engine_restarts_clients_are_told_when_to_come_again(
     assert status == 503 and b"not ready" in answer
     (line,) = [each for each in head.splitlines() if each.startswith("Retry-After: ")]
     assert 30 <= int(line.split()[1]) <= 60
+
+
+CHAT = {"messages": [{"role": "user", "content": "the cat"}]}
+CALLS = [
+    ("/v1/completions", {**MODEL, "prompt": "the cat"}),
+    ("/v1/completions", {**MODEL, "prompt": "the cat", "stream": True}),
+    ("/v1/chat/completions", MODEL | CHAT),
+    (GENERATE, {"text_input": "the cat", "max_tokens": 3}),
+    (f"{GENERATE}_stream", {"text_input": "the cat", "max_tokens": 3}),
+]
+
+
+async def split(server, mode="canary", **changes):
+    """Version 2 is the candidate, with the same weights; return what splits the requests."""
+    await server.catalog.add_candidate(replace(server.model.config, version="2"))
+    options = {"header": "Penstock-Version", "max_kl": 0.02} | changes
+    assert await server.catalog.split(NAME, SplitRule(1, mode, "2", **options))
+    return server.catalog.splits[NAME]
+
+
+async def until(holds):
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+class TestRollouts:
+    def test_a_header_names_the_version_and_answers_say_which_it_was(self, tmp_path):
+        async def scenario(server):
+            found = await split(server, share=0.5)
+            for path, body in CALLS:
+                for named, version in (("candidate", "2"), ("1", "1")):
+                    header = f"Penstock-Version: {named}\r\n"
+                    status, head, data = await posted(server, path, body, header)
+                    assert status == 200, data
+                    assert f"Penstock-Version: {version}\r\n" in f"{head}\r\n"
+                    if "generate" in path:
+                        assert f'"model_version":"{version}"'.encode() in data
+                status, _, data = await posted(server, path, body, "Penstock-Version: 9\r\n")
+                assert status == 400 and b"no version of the rollout" in data
+            for side in (found.counts.stable, found.counts.candidate):
+                assert side.num_requests == side.count("ttft") == side.count("length") == len(CALLS)
+
+        run(tmp_path, scenario)
+
+    def test_a_share_goes_to_the_candidate_and_a_path_names_its_version(self, tmp_path):
+        async def scenario(server):
+            found = await split(server, share=1.0)
+            path, body = CALLS[0]
+            assert "Penstock-Version: 2" in (await posted(server, path, body))[1]
+            for version in ("1", "2"):
+                path = f"/v2/models/{NAME}/versions/{version}/generate"
+                status, head, data = await posted(server, path, CALLS[3][1])
+                assert status == 200 and f'"model_version":"{version}"'.encode() in data
+                assert "Penstock-Version" not in head
+            assert found.counts.candidate.num_requests == 1
+            status, _, data = await posted(server, "/v1/models", b"", method="GET")
+            assert [each["id"] for each in json.loads(data)["data"]] == [NAME]
+            status, _, data = await posted(server, "/tokenize", {"prompt": "the cat"})
+            assert status == 200, "the only model"
+            # What the renderer refuses is the client's fault.
+            refused = await posted(server, CALLS[0][0], {**MODEL, "prompt": "", "max_tokens": 9999})
+            assert refused[0] == 400 and found.counts.candidate.num_requests == 1
+
+        run(tmp_path, scenario)
+
+    def test_answers_of_equal_weights_are_equally_likely(self, tmp_path):
+        async def scenario(server):
+            found = await split(server, share=0.5, mirrored_per_s=1e6)
+            for number, (path, body) in enumerate(CALLS * 2, 1):
+                header = f"Penstock-Version: {1 + number % 2}\r\n"
+                assert (await posted(server, path, body, header))[0] == 200
+                await until(lambda number=number: found.counts.num_mirrored == number)
+            counts = found.counts
+            assert (counts.num_compared, counts.num_disagreeing) == (len(CALLS) * 2, 0)
+            assert counts.outputs["log-probability"].max_distance < 1e-3
+            for model in (found.stable, found.candidate):
+                assert model.metrics.num_success == len(CALLS), "mirrors do not count"
+                ended = model.part.metrics.num_ended
+                assert sum(ended.values()) == len(CALLS)
+
+        run(tmp_path, scenario)
+
+    def test_a_shadow_answers_nothing(self, tmp_path):
+        async def scenario(server):
+            found = await split(server, "shadow", mirrored_per_s=1e6)
+            for number, (path, body) in enumerate(CALLS, 1):
+                header = "Penstock-Version: candidate\r\n"
+                status, head, _ = await posted(server, path, body, header)
+                assert status == 200 and "Penstock-Version: 1" in head
+                await until(lambda number=number: found.counts.num_mirrored == number)
+            candidate = found.counts.candidate
+            assert candidate.count("ttft") == candidate.count("tpot") == len(CALLS)
+            assert candidate.totals["length"] == found.counts.stable.totals["length"]
+            assert found.counts.num_disagreeing == 0
+            assert found.candidate.part.metrics.num_prompt_tokens == 0
+            path = f"/v2/models/{NAME}/versions/2/generate"
+            assert (await posted(server, path, CALLS[3][1]))[0] == 404
+
+        run(tmp_path, scenario)
+
+    def test_a_client_that_leaves_late_is_counted(self, tmp_path):
+        async def scenario(server):
+            found = await split(server, share=1.0, limits=(("latency", 1e-6),))
+            body = {**MODEL, "prompt": "the cat", "max_tokens": 3900, "stream": True}
+            data = json.dumps(body).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            writer.write(head.encode() + b"\r\n" + data)
+            await reader.readuntil(b"data: ")
+            writer.close()
+            await until(lambda: found.counts.candidate.late == [1])
+            assert found.counts.candidate.num_failed == 0
+
+        run(tmp_path, scenario)
