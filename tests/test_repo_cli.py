@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from committed_versions import add_version, evidence
 from e2e.served import Served
+from prefix_proxy import mounted
 
 import penstock
 from penstock.cli import main
@@ -201,6 +202,14 @@ def test_the_current_folder_is_the_default(root: Path, monkeypatch: pytest.Monke
     assert len(answer("list")) == 3
 
 
+def test_a_server_may_be_mounted_below_a_prefix(served: Served):
+    with mounted(served.address, "/models") as url:
+        assert [row["version"] for row in answer("list", url)] == ["1", "2", "3"]
+        assert answer("history", f"{url}/", "model") == answer(
+            "history", f"http://{served.address}", "model"
+        )
+
+
 # What REPOSITORY is not
 
 
@@ -216,6 +225,7 @@ def test_the_current_folder_is_the_default(root: Path, monkeypatch: pytest.Monke
         ("http://", 64, "expected http://host:port"),
         ("http://me:secret@127.0.0.1:1", 64, "the URL has a user or password"),
         ("ftp://host", 64, "expected http://host:port"),
+        ("http://127.0.0.1:1/v1", 64, "unknown path; expected http://host:port[/PREFIX]/v2"),
     ],
 )
 @pytest.mark.parametrize("command", [["list"], ["promote", "model", "2"], ["verify"]])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import html
+import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +16,10 @@ from penstock.api.capacity_options import CapacityOptions
 from penstock.config import ModelConfig
 from penstock.errors import CommandLineError, ConfigError
 from penstock.operate.capacity import CapacityPlan, Demand, Replica, plan, replica_of
+from penstock.repository import layout
 from penstock.repository import manifest as manifests
-from penstock.repository.model_source import resolve
+from penstock.repository.layout import ModelKind, RepositoryScan
+from penstock.repository.model_source import ModelSource, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +103,12 @@ def capacity(model: str, options: CapacityOptions) -> CapacityResult:
 def _rate(name: str, text: str) -> float:
     if not text:
         raise CommandLineError(f"--{name} is required, e.g. --{name} 50000/s")
-    try:
-        return float(text.strip().removesuffix("/s").replace(",", ""))
-    except ValueError:
-        raise CommandLineError(f"--{name} '{text}'; expected a rate like 50000/s") from None
+    rate = 0.0
+    with suppress(ValueError):
+        rate = float(text.strip().removesuffix("/s").replace(",", ""))
+    if not 0 < rate < math.inf:
+        raise CommandLineError(f"--{name} '{text}'; expected a rate above 0, like 50000/s")
+    return rate
 
 
 def _slo(text: str) -> str:
@@ -112,19 +119,38 @@ def _slo(text: str) -> str:
 
 
 def _find(model: str, options: CapacityOptions) -> ModelConfig:
-    found = resolve(model).read()
+    source = resolve(model)
+    found = source.read()
+    served = {(each.name, each.version): each for each in found.configs}
+    versions = sorted(
+        {*served, *(_folders(source, found) if options.version else ())},
+        key=lambda each: (each[0], int(each[1])),
+    )
     wanted = [
-        config
-        for config in found.configs
-        if options.model in ("", config.name) and options.version in ("", config.version)
+        (name, version)
+        for name, version in versions
+        if options.model in ("", name) and options.version in ("", version)
     ]
-    names = sorted({config.name for config in wanted})
+    names = list(dict.fromkeys(name for name, _ in wanted))
     if not wanted:
-        there = ", ".join(f"{each.name}/{each.version}" for each in found.configs) or "none"
+        there = ", ".join(f"{name}/{version}" for name, version in versions) or "none"
         raise ConfigError(f"{model}: no such model or version; there are {there}")
     if len(names) > 1:
         raise CommandLineError(f"--model is required: {model} has {', '.join(names)}")
-    return max(wanted, key=lambda config: int(config.version))
+    if wanted[-1] in served:
+        return served[wanted[-1]]
+    name, version = wanted[-1]
+    is_alone = source.kind is ModelKind.MODEL_FOLDER
+    one = layout.read(source.path / version) if is_alone else source.read_one(name, version)
+    return one.only(model, version, "")
+
+
+def _folders(source: ModelSource, found: RepositoryScan) -> Iterator[tuple[str, str]]:
+    """Return name and version of all version folders, also of those that are not served."""
+    if source.kind in (ModelKind.REPOSITORY, ModelKind.MODEL_FOLDER):
+        for name, folder in found.folders.items():
+            with suppress(OSError):
+                yield from ((name, version) for version in layout.version_folders(folder))
 
 
 def _evidence(config: ModelConfig) -> dict[str, object]:

@@ -51,6 +51,6 @@ class CapacityOptions:
     )
     version: str = model_flag(
         "Version of the model",
-        "Give it when the highest version is not the one that is served.",
-        **text("V", "the highest"),
+        "Give it to plan for a version that is not served.",
+        **text("V", "the served one"),
     )

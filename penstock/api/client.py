@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class Client:
     """A connection to a running server.
 
-    `url` is http://host:port or grpc://host:port, and may name a model, as in
-    http://host:port/v2/models/NAME or grpc://host:port/NAME. `model` is the default for all calls;
-    without one, the only model of the server is used. Large tensors go through shared memory if the
-    server is on this machine and allows it, unless `shared_memory` is False."""
+    `url` is http://host:port, http://host:port/PREFIX or grpc://host:port, and may name a model, as
+    in http://host:port/v2/models/NAME or grpc://host:port/NAME. `model` is the default for all
+    calls; without one, the only model of the server is used. Large tensors go through shared memory
+    if the server is on this machine and allows it, unless `shared_memory` is False."""
 
     def __init__(
         self,

@@ -134,7 +134,7 @@ class HttpCalls:
         while True:
             connection, is_new = self._take()
             try:
-                connection.request(method, path, body or None, sent)
+                connection.request(method, self._endpoint.prefix + path, body or None, sent)
                 answer = connection.getresponse()
                 read = answer.read()
             except TimeoutError:

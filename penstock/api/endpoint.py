@@ -11,6 +11,13 @@ from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
 EXPECTED = "http://host:port or grpc://host:port (https and grpcs for TLS)"
+# Segments of a path before /v2, percent-encoded.
+PREFIX = r"(?P<prefix>(?:/(?!v2(?:/|$))[!-.0-~]+)*?)"
+NAMED = r"/v2(?:/models/(?P<m>[^/]+)(?:/versions/(?P<v>[^/]+))?)?"
+# OpenAI's API; a prefix with this segment must be followed by /v2.
+OTHER_API = re.compile(r"/v1(/|$)")
+HTTP_PATH = re.compile(rf"{PREFIX}(?P<api>{NAMED})?/?")
+GRPC_PATH = re.compile(r"(?P<prefix>)(?:/(?P<m>[^/]+)(?:/(?P<v>[^/]+))?)?/?")
 DEFAULT_PORTS = {"http": 8000, "https": 443, "grpc": 8001, "grpcs": 8001}
 
 
@@ -34,6 +41,8 @@ class Endpoint:
     port: int
     model: str = ""
     version: str = ""
+    # Path that the server is mounted below, such as /models; HTTP only.
+    prefix: str = ""
 
     @property
     def is_tls(self) -> bool:
@@ -46,7 +55,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.authority}"
+        return f"{self.scheme}://{self.authority}{self.prefix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +84,11 @@ def parse_endpoint(url: str) -> Endpoint:
         raise ConfigError(["the URL has a user or password; give a key by api_key= instead"])
     if parts.scheme not in DEFAULT_PORTS or not host:
         raise ConfigError([f"{url}: expected {EXPECTED}"])
-    pattern = r"(?:/v2(?:/models/(?P<m>[^/]+)(?:/versions/(?P<v>[^/]+))?)?)?/?"
-    if parts.scheme in ("grpc", "grpcs"):
-        pattern = r"(?:/(?P<m>[^/]+)(?:/(?P<v>[^/]+))?)?/?"
-    match = re.fullmatch(pattern, parts.path)
-    if match is None:
-        forms = "/v2/models/NAME[/versions/V]" if "http" in parts.scheme else "/NAME[/V]"
+    is_http = parts.scheme in ("http", "https")
+    match = (HTTP_PATH if is_http else GRPC_PATH).fullmatch(parts.path)
+    if match is None or (OTHER_API.search(match["prefix"]) and not match["api"]):
+        forms = "[/PREFIX]/v2/models/NAME[/versions/V]" if is_http else "/NAME[/V]"
         raise ConfigError([f"{url}: unknown path; expected {parts.scheme}://host:port{forms}"])
     model, version = (unquote(match[key] or "") for key in ("m", "v"))
-    return Endpoint(parts.scheme, host, port or DEFAULT_PORTS[parts.scheme], model, version)
+    port = port or DEFAULT_PORTS[parts.scheme]
+    return Endpoint(parts.scheme, host, port, model, version, match["prefix"])

@@ -12,8 +12,9 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import cast
+from urllib.parse import urlsplit
 
 import penstock
 from penstock.api.export_options import (
@@ -26,7 +27,13 @@ from penstock.api.export_options import (
 from penstock.benchmark.run_files import write_text
 from penstock.errors import CommandLineError, ConfigError
 from penstock.export import helm, kserve, kubernetes, workload
-from penstock.export.names import name_problem, namespace_problem, parse_memory
+from penstock.export.names import (
+    image_problem,
+    name_problem,
+    namespace_problem,
+    object_problem,
+    parse_memory,
+)
 from penstock.export.settings import (
     KEYS_FILE,
     METRICS_KEY,
@@ -45,6 +52,7 @@ from penstock.repository.model_source import resolve
 
 STDOUT = "-"
 MARK = "Written by penstock export"
+STORAGE = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+", re.IGNORECASE)
 LABEL = re.compile(r"(?P<key>[\w./-]+)=(?P<value>[\w.-]*)")
 
 
@@ -101,7 +109,12 @@ def export_helm(model: str, options: HelmOptions) -> Exported:
 def export_kserve(model: str, options: KserveOptions) -> Exported:
     """Write a ServingRuntime and an InferenceService."""
     found = workload.read(resolve(model))
-    problems = [] if options.storage_uri else ["--storage-uri is required, e.g. s3://bucket/models"]
+    problems: list[str] = []
+    if not options.storage_uri:
+        problems.append("--storage-uri is required, e.g. s3://bucket/models")
+    elif not STORAGE.fullmatch(options.storage_uri):
+        text = f"--storage-uri {options.storage_uri!r}: expected a URI such as s3://bucket/models"
+        problems.append(text)
     name = options.name or found.name
     settings = _settings(
         found, options, name, options.namespace, ModelFiles("image", kserve.MODELS), problems
@@ -150,9 +163,40 @@ def _files_problems(options: DeploymentOptions) -> list[str]:
         for flag, value in flags.items()
         if other != form and value
     ]
-    if not options.models_path.startswith("/"):
-        problems.append(f"--models-path {options.models_path}: expected an absolute path")
-    return problems
+    if options.download_image and (problem := image_problem(options.download_image)):
+        problems.append(f"--download-image: {problem}")
+    named = {"--claim": options.claim, "--download-secret": options.download_secret}
+    problems += _object_problems(named)
+    return problems + _path_problems(options.models_path)
+
+
+def _path_problems(path: str) -> list[str]:
+    """Return what is wrong with the folder of the models in a container."""
+    if not path.startswith("/") or ":" in path:
+        return [f"--models-path {path}: expected an absolute path without a colon"]
+    parts = PurePosixPath(os.path.normpath(path)).parts[1:]
+    if not parts:
+        return [f"--models-path {path}: hides the files of the image; expected a path like /models"]
+    if parts[0] == "tmp":
+        text = "the pod has an empty volume at /tmp; expected a path like /models"
+        return [f"--models-path {path}: {text}"]
+    return []
+
+
+def _object_problems(names: Mapping[str, str]) -> list[str]:
+    """Return which flags name no object of Kubernetes."""
+    told = ((flag, object_problem(name)) for flag, name in names.items() if name)
+    return [f"{flag}: {problem}" for flag, problem in told if problem]
+
+
+def _url_problem(url: str) -> str:
+    """Return what is wrong with the URL of Prometheus; empty if nothing is."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        is_plain = all("!" <= character <= "~" for character in url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and is_plain:
+            return ""
+    return f"--prometheus-url {url!r}: expected a URL such as http://prometheus.monitoring.svc:9090"
 
 
 def _settings(
@@ -166,15 +210,16 @@ def _settings(
     """Resolve all options; CommandLineError lists every problem."""
     if not options.image:
         problems.append("--image is required, e.g. --image registry.example.com/penstock:0.1.0")
+    elif problem := image_problem(options.image):
+        problems.append(f"--image: {problem}")
     if options.max_replicas < options.min_replicas:
         limits = f"{options.min_replicas} and --max-replicas {options.max_replicas}"
         problems.append(f"--min-replicas {limits} contradict each other")
-    if options.name and (problem := name_problem(options.name)):
-        problems.append(f"--name: {problem}")
-    if problem := namespace_problem(namespace):
-        problems.append(f"--namespace: {problem}")
+    problems += _name_problems(options, namespace)
     if options.insecure and options.keys_secret:
         problems.append("--insecure and --keys-secret contradict each other; leave one of them out")
+    if problem := _url_problem(options.prometheus_url):
+        problems.append(problem)
     monitoring, monitor_labels = "", tuple[tuple[str, str], ...]()
     if isinstance(options, DeploymentOptions):
         monitoring = options.monitoring_namespace
@@ -199,6 +244,17 @@ def _settings(
         monitor_labels,
         selector,
     )
+
+
+def _name_problems(options: ClusterOptions, namespace: str) -> list[str]:
+    namespaces = {"--namespace": namespace}
+    if isinstance(options, DeploymentOptions):
+        namespaces["--monitoring-namespace"] = options.monitoring_namespace
+    told = [(flag, namespace_problem(name)) for flag, name in namespaces.items()]
+    if options.name:
+        told.append(("--name", name_problem(options.name)))
+    problems = [f"{flag}: {problem}" for flag, problem in told if problem]
+    return problems + _object_problems({"--keys-secret": options.keys_secret})
 
 
 def _size(found: Workload, options: ClusterOptions, problems: list[str]) -> Sizing | None:

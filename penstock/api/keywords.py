@@ -144,7 +144,7 @@ class ProfileKeywords(TypedDict, total=False):
 
 class RayKeywords(TypedDict, total=False):
     ingress: str
-    max_replicas: int
+    max_replicas: int | None
     ingress_replicas: int
     retries: int
     evidence: str

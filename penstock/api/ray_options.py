@@ -25,10 +25,10 @@ class RayOptions:
         value=BY_RAY,
         choices=(BY_RAY, BY_PENSTOCK),
     )
-    max_replicas: int = cluster_flag(
+    max_replicas: int | None = cluster_flag(
         "Most replicas of each model",
         "Give it to scale by queue depth; Ray then starts as many as requests need.",
-        **number(0, "N", 0, 10_000, default="penstock.max_instances, or 1"),
+        **number(None, "N", 1, 10_000, default="penstock.max_instances, or 1"),
     )
     ingress_replicas: int = cluster_flag(
         "Replicas of the ingress, or servers with --ingress penstock",

@@ -1,7 +1,8 @@
 """`penstock.repo`: the versions of models in a repository or on a running server.
 
 Each function is a command of `penstock repo`. REPOSITORY is a folder, or http://host:port of a
-server, which serves a promoted version at once. Results print as tables; `value` is the answer.
+server, with the prefix that it is mounted below. A server serves a promoted version at once.
+Results print as tables; `value` is the answer.
 """
 
 from __future__ import annotations

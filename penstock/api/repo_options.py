@@ -128,6 +128,9 @@ class PromoteOptions:
             numbers = [_percent(share) for share in shares]
             if numbers != sorted(set(numbers)):
                 problems.append(f"--steps {self.steps!r}: each share must exceed the one before")
+            elif numbers[0] < _percent(self.canary):
+                share = f"--canary {self.canary}"
+                problems.append(f"--steps {self.steps!r}: begins below {share}; give larger shares")
         alone = [flag for flag in self.rollout_flags if flag not in ("--canary", "--shadow")]
         if alone and not (self.canary or self.shadow):
             problems.append(f"{', '.join(alone)}: only with --canary or --shadow")

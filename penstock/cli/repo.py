@@ -40,8 +40,9 @@ class RepoCommands(Commands):
 def repo() -> None:
     """Manage the versions of models.
 
-    REPOSITORY is a folder of models, or the URL of a running server, http://host:port. A server
-    serves a promoted version at once; a folder is read at the next start or load.
+    REPOSITORY is a folder of models, or the URL of a running server: http://host:port, or
+    http://host:port/PREFIX in a web application. A server serves a promoted version at once; a
+    folder is read at the next start or load.
     """
 
 

@@ -12,6 +12,17 @@ MAX_NAME = 52
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 # Namespaces are labels of RFC 1123.
 NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+# Secrets and claims are subdomains of RFC 1123.
+MAX_OBJECT = 253
+OBJECT = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+# Grammar of the reference library of container images: registry, path, tag and digest.
+HOST = r"[a-zA-Z0-9]([-a-zA-Z0-9]*[a-zA-Z0-9])?"
+PART = r"[a-z0-9]+(([_.]|__|-+)[a-z0-9]+)*"
+TAG, DIGITS = r"\w[\w.-]{0,127}", r"[a-zA-Z][\w+.-]*:[0-9a-fA-F]{32,}"
+IMAGE = re.compile(
+    rf"(({HOST}(\.{HOST})*|\[[0-9a-fA-F:]+\])(:[0-9]+)?/)?{PART}(/{PART})*(:{TAG})?(@{DIGITS})?",
+    re.ASCII,
+)
 NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 DIGEST = 6
 MEBIBYTE = 1 << 20
@@ -55,6 +66,21 @@ def namespace_problem(name: str) -> str:
         return ""
     rule = "at most 63 lower-case letters, digits and -, with a letter or digit first and last"
     return f"{name!r} is not a name of Kubernetes ({rule})"
+
+
+def object_problem(name: str) -> str:
+    """Return what is wrong with the name of a Secret or claim; empty if nothing is."""
+    if OBJECT.fullmatch(name) and len(name) <= MAX_OBJECT:
+        return ""
+    rule = f"at most {MAX_OBJECT} lower-case letters, digits, - and ., each part between letters or"
+    return f"{name!r} is not a name of Kubernetes ({rule} digits)"
+
+
+def image_problem(image: str) -> str:
+    """Return what is wrong with the reference of an image; empty if nothing is."""
+    if IMAGE.fullmatch(image):
+        return ""
+    return f"{image!r} is not an image; expected one like registry.example.com/penstock:0.1.0"
 
 
 def memory_quantity(num_bytes: int) -> str:

@@ -93,6 +93,10 @@ def make_plan(given: Mapping[str, object], reason: str = "", force: str = "") ->
     shares = [_share(text, "steps") for text in steps.split(",")] if steps.strip() else []
     if canary:
         first = _share(canary, "canary")
+        # A first step may repeat the canary's share.
+        if shares and min(shares) < first:
+            problem = f"{steps.strip()!r} has a share below the canary's, {canary.strip()}"
+            raise InvalidRequest(f"steps: {problem}; expected larger shares", "steps")
         shares = [first, *(each for each in shares or STEPS if each > first)]
     mode: Mode = "shadow" if shadow else "canary"
     if not shares and not shadow:

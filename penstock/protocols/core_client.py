@@ -78,6 +78,8 @@ class CoreClient:
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
         self.on_keys: Callable[[Keys], None] = lambda keys: None
+        # Names of API keys by digest, for logs; all `Keys` of this shard share it.
+        self.key_names: dict[bytes, str] = {}
         self.on_part: Callable[[frames.ToPart, socket.socket | None], None] | None = None
         self.on_question: Callable[[frames.ShardQuestion], Awaitable[bytes]] | None = None
         self.on_rates: Callable[[Mapping[bytes, float]], None] = lambda rates: None
@@ -165,8 +167,12 @@ class CoreClient:
                 self._line.send(frames.Pong(self.count_connections()))
             case frames.Drain():
                 self.on_drain()
+            case frames.NameKeys():
+                self.key_names.update(frame.names)
             case frames.SetKeys():
-                self.on_keys(_keys(frame.keys))
+                for digest in self.key_names.keys() - frame.keys.keys():
+                    del self.key_names[digest]
+                self.on_keys(_keys(frame.keys, self.key_names))
                 self.on_rates(frame.rates)
                 self.on_token_rates(frame.token_rates)
                 self.on_shares(frame.shares)
@@ -261,12 +267,12 @@ def _error(kind: str, text: str) -> PenstockError:
     return KINDS.get(kind, BackendFailed)(text)
 
 
-def _keys(sent: Mapping[bytes, Sequence[str]]) -> Keys:
-    return Keys({digest: frozenset(scopes) for digest, scopes in sent.items()})
+def _keys(sent: Mapping[bytes, Sequence[str]], names: Mapping[bytes, str]) -> Keys:
+    return Keys({digest: frozenset(scopes) for digest, scopes in sent.items()}, names)
 
 
-def gate_of(settings: frames.OpenShard) -> Gate:
-    keys = None if settings.keys is None else _keys(settings.keys)
+def gate_of(settings: frames.OpenShard, core: CoreClient) -> Gate:
+    keys = None if settings.keys is None else _keys(settings.keys, core.key_names)
     return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
 
 

@@ -34,7 +34,7 @@ _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/\[\]]+))
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Scopes by the digest of the secret; the secrets themselves are not kept. `names` are for
-    logs; shards have none."""
+    logs."""
 
     scopes: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
     names: Mapping[bytes, str] = field(default_factory=dict)

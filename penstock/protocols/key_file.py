@@ -31,6 +31,8 @@ UNREADABLE = (
     f"for each key\n{EXAMPLE}"
 )
 MIN_SECRET = 16
+# Characters of a name that logs show.
+MAX_NAME = 200
 # All keys go to a shard in one frame.
 MAX_KEYS = 4096
 # Quotas and the largest value of each.
@@ -109,7 +111,7 @@ def read_keys(path: Path) -> Keys:
         if not found:
             digest = digest_secret(entry["secret"].encode())
             scopes[digest] = frozenset(entry["scopes"])
-            names[digest] = entry.get("name", "")
+            names[digest] = entry.get("name", "")[:MAX_NAME]
             quotas[digest] = Quota(**{name: entry.get(name) for name in QUOTAS})
             if first.setdefault(digest, index) != index:
                 found.append(f".secret: the same as that of key[{first[digest]}]")

@@ -125,7 +125,7 @@ async def serve(core: CoreClient, settings: frames.OpenShard) -> None:
     logs_requests = settings.logs_requests
     if logs_requests:
         access_log.log.setLevel(logging.INFO)
-    limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings), Lifecycle()
+    limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings, core), Lifecycle()
     shard = make_shard(core, settings)
     rates = LeasedRates(core.send)
     router = ShardRouter(core, shard.table, lifecycle, gate, rates, logs_requests)

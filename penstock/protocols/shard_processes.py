@@ -14,7 +14,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -54,6 +54,8 @@ PING_S = 1.0
 START_S = 60.0
 # Characters of an error, which may quote names of any length from the client.
 MAX_TEXT = MAX_SENT_BYTES // 8
+# Names of API keys in one frame; the longest fit `MAX_SENT_BYTES`.
+NAMES_PER_FRAME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class ShardSpec:
     # For HTTP and, if it is served, gRPC. The core keeps them open when the shard has ended.
     listeners: tuple[socket.socket, ...] = ()
     start_life: StartLife = SHARD
+    # Names of the API keys by digest, for logs.
+    key_names: Mapping[bytes, str] = field(default_factory=dict)
 
     @property
     def shard(self) -> int:
@@ -87,7 +91,8 @@ def shard_spec(
         keys=_keys(gate),
         hosts=None if gate.hosts is None else tuple(gate.hosts),
     )
-    return ShardSpec(opening, HANG_S + limits.max_json_bytes / JSON_RATE, listeners)
+    hang_s = HANG_S + limits.max_json_bytes / JSON_RATE
+    return ShardSpec(opening, hang_s, listeners, key_names=_key_names(gate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,11 +438,17 @@ class ShardProcess:
         keys = _keys(gate)
         assert keys is not None
         opening = msgspec.structs.replace(self._spec.opening, keys=keys)
-        self._spec = replace(self._spec, opening=opening)
+        self._spec = replace(self._spec, opening=opening, key_names=_key_names(gate))
         if self._session is not None:
+            self._send_names(self._session)
             quotas = self._core.management.catalog.quotas
             changed = frames.SetKeys(keys, quotas.rates, quotas.token_rates, quotas.shares)
             self._session.line.send(changed)
+
+    def _send_names(self, session: Session) -> None:
+        names = list(self._spec.key_names.items())
+        for start in range(0, len(names), NAMES_PER_FRAME):
+            session.line.send(frames.NameKeys(dict(names[start : start + NAMES_PER_FRAME])))
 
     def drain(self) -> None:
         if self._session is not None and self._listening_at is not None:
@@ -473,8 +484,9 @@ class ShardProcess:
                 self._problems = frame.problems
 
     def _open_shard(self) -> None:
-        """Tell the shard which models it has."""
+        """Tell the shard the names of keys, and which models it has."""
         if self._session is not None:
+            self._send_names(self._session)
             opening = self._shards.open(self._spec.shard, self._session)
             task = self._loop.create_task(opening)
             self._opening.add(task)
@@ -525,3 +537,7 @@ def _keys(gate: Gate) -> dict[bytes, tuple[str, ...]] | None:
     if gate.keys is None:
         return None
     return {digest: tuple(scopes) for digest, scopes in gate.keys.scopes.items()}
+
+
+def _key_names(gate: Gate) -> Mapping[bytes, str]:
+    return {} if gate.keys is None else gate.keys.names

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.api.ray_options import BY_PENSTOCK, RayOptions
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError, ConfigError
 from penstock.export.ray_plan import INGRESS, SERVER, ReplicaPlan, plan_model
 from penstock.export.workload import read_needs
 from penstock.protocols.key_file import KeyFile
@@ -152,7 +152,7 @@ def plan_models(
 ) -> dict[str, ReplicaPlan]:
     return {
         name: plan_model(
-            configs, read_needs(configs[-1]), read_evidence(configs[-1]), options.max_replicas
+            configs, read_needs(configs[-1]), read_evidence(configs[-1]), options.max_replicas or 0
         )
         for name, configs in found.items()
     }
@@ -277,9 +277,10 @@ def ingress_settings(options: RayOptions) -> dict[str, Any]:
 
 
 def check_options(options: RayOptions, versions: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError for API keys that cannot be read, and for what one server does but a
-    cluster does not."""
+    """Raise CommandLineError for flags that contradict each other; ConfigError for API keys that
+    cannot be read, and for what one server does but a cluster does not."""
     problems: list[str] = []
+    usage: list[str] = []
     if options.api_keys:
         try:
             check_no_quotas(options.api_keys, KeyFile(Path(options.api_keys)).read())
@@ -287,12 +288,12 @@ def check_options(options: RayOptions, versions: Mapping[str, Sequence[str]]) ->
             problems += error.problems
     is_guarded = options.api_keys or options.insecure
     if not is_guarded and not is_loopback(options.host):
-        problems.append(
+        usage.append(
             f"--host {options.host}: everybody who reaches this address could use the models; "
             "give --api-keys, or --insecure if that is what you want"
         )
     if not is_guarded and options.grpc and options.ingress != BY_PENSTOCK:
-        problems.append(
+        usage.append(
             "--grpc: Ray's gRPC proxies listen on all interfaces; give --api-keys, or --insecure "
             "where the network keeps strangers out"
         )
@@ -300,5 +301,7 @@ def check_options(options: RayOptions, versions: Mapping[str, Sequence[str]]) ->
         problems.append(
             "versions: a server serves those that are promoted; use penstock repo promote"
         )
+    if usage:
+        raise CommandLineError([*usage, *problems])
     if problems:
         raise ConfigError(problems)

@@ -11,8 +11,8 @@ OpenShard, is sent alone.
     worker → core   WorkerReady, StartFailed, Leaving, Sketched
     shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Recall, Release
     worker → shard  Claim, Started, Recalled, Done, BatchFailed, Leaving
-    core → shard    OpenShard, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased, TokensTaken,
-                    OpenRegion, CloseRegion, MoveClients, Release, Ping, Drain, Stop
+    core → shard    OpenShard, NameKeys, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased,
+                    TokensTaken, OpenRegion, CloseRegion, MoveClients, Release, Ping, Drain, Stop
     shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
                     TakeTokens, UseTokens, Release, Pong
 
@@ -389,6 +389,13 @@ class OpenShard(Frame, tag="open"):
     # Folder for recordings, and how many shards there are; empty: nothing is recorded.
     record_folder: str = ""
     num_shards: int = 1
+
+
+class NameKeys(Frame, tag="named"):
+    """Names of some API keys by digest, for logs. Frames of names come after OpenShard, and before
+    the SetKeys that has their keys. Secrets are never sent."""
+
+    names: dict[bytes, str]
 
 
 class SetKeys(Frame, tag="keys"):
@@ -836,6 +843,7 @@ FromShard = (
 )
 ToShard = (
     OpenShard
+    | NameKeys
     | SetKeys
     | ToPart
     | AskShard

@@ -1,5 +1,6 @@
 """`penstock.Client` against a real server: the same calls over HTTP and gRPC."""
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prefix_proxy import mounted
 
 import penstock
 from penstock.api.endpoint import Endpoint, parse_endpoint
@@ -168,6 +170,13 @@ def test_text_is_generated_over_http(server: ServerHandle) -> None:
         ("http://h", Endpoint("http", "h", 8000)),
         ("https://h:1/v2", Endpoint("https", "h", 1)),
         ("http://[::1]:2/v2/models/a%20b/versions/3", Endpoint("http", "::1", 2, "a b", "3")),
+        ("http://h/", Endpoint("http", "h", 8000)),
+        ("http://h/models", Endpoint("http", "h", 8000, prefix="/models")),
+        ("http://h/a/b/", Endpoint("http", "h", 8000, prefix="/a/b")),
+        ("http://h/a/v2", Endpoint("http", "h", 8000, prefix="/a")),
+        ("http://h/models/v2/models/m", Endpoint("http", "h", 8000, "m", prefix="/models")),
+        ("http://h/a%20b/v2/models/v2", Endpoint("http", "h", 8000, "v2", prefix="/a%20b")),
+        ("http://h/api/v1/v2", Endpoint("http", "h", 8000, prefix="/api/v1")),
         ("grpc://h", Endpoint("grpc", "h", 8001)),
         ("grpcs://h:5/m/2", Endpoint("grpcs", "h", 5, "m", "2")),
     ],
@@ -182,11 +191,33 @@ def test_urls(url: str, expected: Endpoint) -> None:
         ("localhost:8000", "expected http://host:port or grpc://host:port"),
         ("ftp://h", "expected http://host:port"),
         ("http://h:99999", "invalid host or port"),
-        ("http://h/v1/chat", "unknown path; expected http://host:port/v2/models/NAME"),
+        ("http://h/v1/chat", "unknown path; expected http://host:port[/PREFIX]/v2/models/NAME"),
+        ("http://h/models/v1", "unknown path; expected"),
+        ("http://h/v1/v2x", "unknown path; expected"),
+        ("http://h/v2/modles/m", "unknown path; expected"),
+        ("http://h/a b", "unknown path; expected"),
+        ("http://h/é", "unknown path; expected"),
+        ("http://h//a", "unknown path; expected"),
         ("grpc://h/a/b/c", "unknown path; expected grpc://host:port/NAME"),
         ("http://u:p@h", "api_key="),
     ],
 )
 def test_wrong_urls_say_what_is_accepted(url: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=re.escape(text)):
         penstock.Client(url)
+
+
+def test_a_server_below_a_prefix(server: ServerHandle) -> None:
+    address = server.url.removeprefix("http://")
+    with mounted(address, "/some/models") as url:
+        for path in ("", "/", "/v2/models/digits"):
+            with penstock.Client(url + path, model="digits") as client:
+                assert client.ready() and client.ready("digits")
+                assert "digits" in client.models()
+                assert client.infer(np.zeros((1, 1, 8, 8), np.float32))["logits"].shape == (1, 10)
+                assert client.url == url
+        with penstock.Client(url) as client, pytest.raises(NotFound, match=re.escape(url)):
+            client.metadata("none")
+        other = penstock.Client(url.removesuffix("/models"), model="digits")
+        with other, pytest.raises(NotFound, match="not below the prefix"):
+            other.metadata()

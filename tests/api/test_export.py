@@ -117,6 +117,28 @@ def test_nothing_secret_is_written(tmp_path: Path) -> None:
         ({"monitor_label": ("=b",)}, "--monitor-label =b: expected KEY=VALUE"),
         ({"memory": "2GB"}, "'2GB' is not an amount of memory"),
         ({"models_path": "models"}, "--models-path models: expected an absolute path"),
+        ({"models_path": "/a:b"}, "--models-path /a:b: expected an absolute path without a colon"),
+        ({"models_path": "/"}, "--models-path /: hides the files of the image; expected a path"),
+        ({"models_path": "//"}, "--models-path //: hides the files of the image"),
+        ({"models_path": "/a/.."}, "--models-path /a/..: hides the files of the image"),
+        ({"models_path": "/tmp"}, "--models-path /tmp: the pod has an empty volume at /tmp"),
+        ({"models_path": "/tmp/m/"}, "--models-path /tmp/m/: the pod has an empty volume at /tmp"),
+        ({"image": "reg/p 1; rm"}, "--image: 'reg/p 1; rm' is not an image; expected one like"),
+        ({"keys_secret": "x/../y"}, "--keys-secret: 'x/../y' is not a name of Kubernetes (at"),
+        ({"claim": "X Y"}, "--claim: 'X Y' is not a name of Kubernetes (at most 253 lower-case"),
+        (
+            {"models_from": "init", "download_secret": "Bad Secret"},
+            "--download-secret: 'Bad Secret' is not a name of Kubernetes",
+        ),
+        (
+            {"models_from": "init", "download_image": "aws cli"},
+            "--download-image: 'aws cli' is not an image",
+        ),
+        ({"monitoring_namespace": "A B"}, "--monitoring-namespace: 'A B' is not a name of"),
+        ({"prometheus_url": "not a url"}, "--prometheus-url 'not a url': expected a URL such as"),
+        ({"prometheus_url": "prometheus:9090"}, "--prometheus-url 'prometheus:9090': expected a"),
+        ({"prometheus_url": "http://p:x"}, "--prometheus-url 'http://p:x': expected a URL"),
+        ({"prometheus_url": "http://p/a b"}, "--prometheus-url 'http://p/a b': expected a URL"),
     ],
 )
 def test_wrong_options(given: dict, problem: str) -> None:
@@ -136,6 +158,24 @@ def test_all_problems_are_told_at_once() -> None:
 def test_kserve_needs_a_place_of_the_models() -> None:
     with pytest.raises(CommandLineError, match="--storage-uri is required"):
         export_kserve(MODEL, KserveOptions(image=IMAGE, out="-"))
+
+
+@pytest.mark.parametrize("uri", ["nonsense", "s3:/b", "://b", "s3://", "s3://a b"])
+def test_the_place_of_the_models_is_a_uri(uri: str) -> None:
+    with pytest.raises(CommandLineError, match=f"--storage-uri '{uri}': expected a URI such as"):
+        export_kserve(MODEL, KserveOptions(image=IMAGE, out="-", storage_uri=uri))
+
+
+def test_unusual_values_that_are_right() -> None:
+    options = KubernetesOptions(
+        image="localhost:5000/a/b_c__d-e:V1.0@sha256:" + 64 * "a",
+        out="-",
+        keys_secret="team.keys-1",
+        claim="0",
+        models_path="/srv/../tmpfiles/models/",
+        prometheus_url="https://user.example.com/prometheus/",
+    )
+    assert export_kubernetes(MODEL, options).files
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

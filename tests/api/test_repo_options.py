@@ -34,6 +34,13 @@ def test_steps_are_growing_shares(steps: str) -> None:
         PromoteOptions(canary="1%", steps=steps).body("2")
 
 
+@pytest.mark.parametrize("steps", ["3%", "3%,25%"])
+def test_steps_do_not_begin_below_the_canarys_share(steps: str) -> None:
+    with pytest.raises(CommandLineError, match="begins below --canary 5%; give larger shares"):
+        PromoteOptions(canary="5%", steps=steps).body("2")
+    assert PromoteOptions(canary="5%", steps="5%,25%").body("2").steps == "5%,25%"
+
+
 def test_every_problem_is_told_at_once() -> None:
     options = PromoteOptions(steps="x", agreement="y", header="a")
     with pytest.raises(CommandLineError) as caught:

@@ -10,9 +10,11 @@ from penstock.errors import ConfigError
 from penstock.export.names import (
     MAX_NAME,
     dns_name,
+    image_problem,
     memory_quantity,
     name_problem,
     namespace_problem,
+    object_problem,
     parse_memory,
 )
 
@@ -59,6 +61,53 @@ def test_namespaces(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "Team", "-a", "a-", "a_b", "n" * 64])
 def test_other_namespaces_are_refused(name: str) -> None:
     assert namespace_problem(name).startswith(f"{name!r} is not a name of Kubernetes (at most 63 ")
+
+
+@pytest.mark.parametrize("name", ["a", "0", "team.keys-1", "n" * 253])
+def test_names_of_secrets_and_claims(name: str) -> None:
+    assert object_problem(name) == ""
+
+
+@pytest.mark.parametrize("name", ["", "A", "a b", "a/b", "x/../y", "a..b", "-a", "a-.b", "n" * 254])
+def test_other_names_of_secrets_and_claims_are_refused(name: str) -> None:
+    assert object_problem(name).startswith(f"{name!r} is not a name of Kubernetes (at most 253 ")
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "i:1",
+        "amazon/aws-cli",
+        "registry.example.com/penstock:0.1.0",
+        "Registry:5000/a.b/c__d/e---f:V_1.0-x",
+        "[::1]:5000/a",
+        "a@sha256:" + 64 * "0",
+        "a:1@sha256:" + 64 * "0",
+    ],
+)
+def test_images(image: str) -> None:
+    assert image_problem(image) == ""
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        " a",
+        "a b",
+        "a;b",
+        "a\n",
+        "A",
+        "a//b",
+        "/a",
+        "a:",
+        "a:b:c",
+        "a:é",
+        "a@sha256:1",
+        "http://a/b",
+    ],
+)
+def test_what_is_no_image_is_refused(image: str) -> None:
+    assert image_problem(image).startswith(f"{image!r} is not an image; expected one like")
 
 
 @pytest.mark.parametrize(

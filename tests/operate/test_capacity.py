@@ -160,12 +160,36 @@ class TestModels:
         with pytest.raises(ConfigError, match="no such model or version; there are a/1, b/1"):
             penstock.capacity(tmp_path, rate=1, replica_rate=1, model="c")
 
+    def test_a_version_that_is_not_served_is_found_by_its_number(self, tmp_path: Path):
+        folder = add_model(tmp_path, "a")
+        add_model(tmp_path, "b")
+        for version in ("2", "10"):
+            (folder / version).mkdir()
+        policy = "version_policy { specific { versions: 2 } }"
+        (folder / "config.pbtxt").write_text(f"{NULL}{policy}")
+        for place in (tmp_path, folder):
+            given = {"rate": 1, "replica_rate": 1, "model": "a"}
+            assert penstock.capacity(place, **given).name == "a/2"
+            for version in ("1", "2", "10"):
+                assert penstock.capacity(place, **given, version=version).name == f"a/{version}"
+            with pytest.raises(ConfigError, match="there are a/1, a/2, a/10"):
+                penstock.capacity(place, **given, version="3")
+        assert penstock.capacity(tmp_path, rate=1, replica_rate=1, version="10").name == "a/10"
+        one = {"rate": 1, "replica_rate": 1, "version": "1"}
+        with pytest.raises(CommandLineError, match="--model is required: .* has a, b"):
+            penstock.capacity(tmp_path, **one)
+        with pytest.raises(ConfigError, match="there are a/10$"):
+            penstock.capacity(folder / "10", **one)
+
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
             ({}, "--rate is required, e.g. --rate 50000/s"),
-            ({"rate": "many"}, "--rate 'many'; expected a rate like 50000/s"),
-            ({"rate": "5/s", "replica_rate": "x"}, "--replica-rate 'x'; expected a rate like"),
+            ({"rate": "many"}, "--rate 'many'; expected a rate above 0, like 50000/s"),
+            ({"rate": "0"}, "--rate '0'; expected a rate above 0, like 50000/s"),
+            ({"rate": "inf/s"}, "--rate 'inf/s'; expected a rate above 0"),
+            ({"rate": "5/s", "replica_rate": "x"}, "--replica-rate 'x'; expected a rate above 0"),
+            ({"rate": "5/s", "replica_rate": "-1"}, "--replica-rate '-1'; expected a rate above"),
         ],
     )
     def test_rates_are_checked(self, tmp_path: Path, options, problem):

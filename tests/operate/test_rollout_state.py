@@ -14,6 +14,7 @@ def test_a_canary_begins_with_its_share_and_goes_on_with_larger_ones() -> None:
     assert plan(canary="5%").steps == STEPS
     assert plan(canary="10 %").steps == (0.1, 0.25, 0.5, 1.0)
     assert plan(canary="1%", steps="2%, 50%").steps == (0.01, 0.02, 0.5, 1.0)
+    assert plan(canary="5%", steps="5%,50%").steps == (0.05, 0.5, 1.0)
     assert plan(steps="20%,100%").steps == (0.2, 1.0)
     assert plan(header="X-Version").steps == STEPS
     assert plan(canary="100%").steps == (1.0,)
@@ -45,6 +46,12 @@ def test_empty_options_are_defaults() -> None:
         ({"canary": "0%"}, "canary: '0%' is not a share"),
         ({"canary": "101%"}, "canary: '101%' is not a share"),
         ({"steps": "50%,5%"}, "steps: 0.5, 0.05, 1 do not rise"),
+        (
+            {"canary": "5%", "steps": "3%"},
+            "steps: '3%' has a share below the canary's, 5%; expected larger shares",
+        ),
+        ({"canary": "5%", "steps": "3%,50%"}, "steps: '3%,50%' has a share below the canary's"),
+        ({"canary": "5%", "steps": "50%,3%"}, "steps: '50%,3%' has a share below the canary's"),
         ({"canary": "5%", "header": "a b"}, "header: 'a b' is not the name of a header"),
         ({"canary": "5%", "step_s": -1}, "step_s: -1; expected a number above zero"),
         ({"canary": "5%", "agreement": "100%"}, "agreement: '100%' leaves no rounding"),

@@ -10,9 +10,10 @@ from penstock.processes.channel import socket_pair
 from penstock.protocols.gate import Gate, digest_secret, secret_of
 from penstock.protocols.h2_heads import make_head
 from penstock.protocols.http_reader import MessageHead
-from penstock.protocols.key_file import MAX_KEYS, KeyFile, read_keys
+from penstock.protocols.key_file import MAX_KEYS, MAX_NAME, KeyFile, read_keys
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
+from penstock.protocols.shard_processes import NAMES_PER_FRAME
 from penstock.protocols.v2_http import V2Http
 from penstock.serving.quotas import Quota
 from penstock.wire import frames
@@ -255,9 +256,17 @@ def test_so_many_keys_fit_the_frame_that_opens_a_shard(tmp_path):
         ours.send(frames.encode(frame))
         data = theirs.recv(frames.MAX_FRAME_BYTES)
     assert frames.decode_to_shard(data) == frame
+    names = dict.fromkeys(list(keys)[:NAMES_PER_FRAME], "\N{GRINNING FACE}" * MAX_NAME)
+    assert len(frames.encode(frames.NameKeys(names))) <= MAX_SENT_BYTES
     path.write_text("".join(entries))
     with pytest.raises(ConfigError, match="4097 keys; at most 4096"):
         read_keys(path)
+
+
+def test_logs_show_the_first_characters_of_a_long_name(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE.replace("team-a", "a" * 3 * MAX_NAME))
+    assert read_keys(path).names[digest_secret(SECRET.encode())] == "a" * MAX_NAME
 
 
 def test_a_key_file_is_read_again_when_it_has_changed(tmp_path):

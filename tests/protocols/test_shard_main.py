@@ -15,7 +15,7 @@ from loop_shards import LoopLife, shard_on_loop
 
 from penstock.config import BatchPolicy, HttpLimits, ModelConfig, TlsConfig
 from penstock.errors import ConfigError
-from penstock.protocols import access_log
+from penstock.protocols import access_log, audit_log
 from penstock.protocols.gate import Gate, Keys, digest_secret
 from penstock.protocols.http import Exchange
 from penstock.protocols.key_file import read_keys
@@ -413,6 +413,33 @@ async def test_keys_and_hosts_are_those_of_the_core(tmp_path):
         infer = "/v2/models/echo/infer"
         assert (await served.ask(infer, body, headers=head)).status == 401
         assert (await served.ask(infer, body, headers={**head, **known})).status == 200
+
+
+async def test_refusals_of_a_shard_name_the_key(caplog: pytest.LogCaptureFixture):
+    def keys(name: str) -> Keys:
+        digests = [digest_secret(secret) for secret in (b"first", b"second")]
+        scopes = dict.fromkeys(digests, frozenset(["infer"]))
+        return Keys(scopes, dict(zip(digests, (name, ""), strict=True)))
+
+    gate = Gate(keys("team-a"))
+    async with serving(gate=gate) as served:
+
+        async def caller(secret: str) -> str:
+            path, headers = "/v2/repository/models/echo/load", {"X-API-Key": secret}
+            assert (await served.ask(path, b"{}", headers=headers)).status == 403
+            return [r for r in caplog.records if r.name == audit_log.log.name][-1].caller
+
+        assert await caller("first") == "team-a"
+        unnamed = await caller("second")
+        assert unnamed == f"key {digest_secret(b'second').hex()[:8]}"
+        gate.keys = keys("team-b")
+        served.process.set_keys(gate)
+        while await caller("first") != "team-b":
+            await asyncio.sleep(0.001)
+        gate.keys = keys("")
+        served.process.set_keys(gate)
+        while await caller("first") != f"key {digest_secret(b'first').hex()[:8]}":
+            await asyncio.sleep(0.001)
 
 
 async def test_the_limits_are_those_of_the_core():

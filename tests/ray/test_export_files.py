@@ -36,6 +36,12 @@ def test_it_writes_the_application_with_all_figures(tmp_path: Path) -> None:
     compile((tmp_path / "out" / "app.py").read_text(), "app.py", "exec")
 
 
+def test_no_replicas_are_a_usage_error(tmp_path: Path) -> None:
+    done = typed(EXAMPLES, "--out", tmp_path / "out", "--max-replicas", 0)
+    assert done.exit_code == ExitCode.USAGE
+    assert "'--max-replicas': 0 is not in the range 1<=x<=10000" in done.stderr
+
+
 def test_a_promotion_changes_the_file(tmp_path: Path) -> None:
     write_pace(tmp_path / "models", "pace", 0.0, versions=2)
 
@@ -68,7 +74,7 @@ def test_servers_of_nodes_have_their_own_ports(tmp_path: Path) -> None:
 )
 def test_open_ports_need_keys_or_consent(flags: list[str], text: str, tmp_path: Path) -> None:
     refused = typed(EXAMPLES, "--out", tmp_path / "out", *flags)
-    assert refused.exit_code == ExitCode.FAILED
+    assert refused.exit_code == ExitCode.USAGE
     assert text in refused.output
     assert not (tmp_path / "out").exists()
     assert typed(EXAMPLES, "--out", tmp_path / "out", *flags, "--insecure").exit_code == 0

@@ -159,6 +159,7 @@ TO_SHARD = [
     frames.Forwarded(1, INLINE, True),
     frames.Forwarded(1, frames.Parcel(), is_cut=True),
     frames.Ping(),
+    frames.NameKeys({b"d" * 32: "team-a"}),
     frames.SetKeys({b"d" * 32: ("infer", "admin")}),
     frames.Drain(),
     frames.Stop(),
