@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from penstock.types import Array
 NAME, NUM_INPUTS, NUM_CLASSES = "classifier", 64, 10
 RATE, TERM = 200.0, "p99 < 250ms"
 # Two layers of random features; the last one is fitted.
-WIDTHS = (2048, 8192)
+WIDTHS = (4096, 8192)
 NUM_FITTED = 797
 RIDGE = 0.1
 TIMEOUT_S = 300
@@ -46,6 +47,8 @@ class Optimized:
     headline: str
     # Requests per second, as predicted from batch times.
     highest_rate: float
+    # The steps of the optimisation that were kept.
+    steps: Sequence[object]
 
 
 def make_digits(folder: Path) -> Digits:
@@ -117,7 +120,8 @@ def optimize(root: Path, digits: Digits, slo: str) -> Optimized:
     if version == "1":
         versions.promote(root, NAME, version)
     highest = max(each["predicted_rate"] or 0.0 for each in found["tries"])
-    return Optimized(version, found["outcome"], found["headline"], highest)
+    steps = read_evidence(root, version)["lineage"]["steps"]
+    return Optimized(version, found["outcome"], found["headline"], highest, steps)
 
 
 def read_evidence(root: Path, version: str) -> dict[str, Any]:
