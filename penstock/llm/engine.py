@@ -231,7 +231,7 @@ class Engine:
                 self._forget(each)
 
     def _forget(self, sequence: Sequence) -> None:
-        # Who asks for the prompt's logprobs has it scored, and says nothing of usual texts.
+        # A request for logprobs of the prompt scores it; its length is not that of a usual text.
         is_text = sequence.params.num_prompt_logprobs is None
         if is_text and sequence.reason in ("stop", "length"):
             known = sequence.num_generated if self._usual is None else self._usual

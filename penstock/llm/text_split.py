@@ -44,7 +44,7 @@ from penstock.wire.openai_forms import TokenUsage
 LAST = 2**62
 # Tokens of a prompt and its answer that are scored; answers are cut, longer prompts not scored.
 MAX_SCORED = 4096
-# What is compared, among the outputs of the rollout's figures.
+# The name of the comparison among the outputs in the rollout's figures.
 SCORE = "log-probability"
 # A text disagrees if its mean log-probability differs by more than MARGIN times the KL divergence
 # that is allowed, and DEVIATIONS standard deviations of its tokens' mean.

@@ -60,7 +60,7 @@ JUDGE = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a version has done since it was loaded."""
+    """Counts of a version since it was loaded."""
 
     batches: Batches
     num_deaths: int
@@ -90,7 +90,7 @@ class Rollout:
     judge: RolloutJudge
     rule: SplitRule
     state: RolloutState
-    # What the versions had done before the rollout.
+    # Counts of both versions before the rollout.
     stable_before: Record
     candidate_before: Record
     # One change at a time: a tick does not act on a rollout that is being stopped or promoted.

@@ -153,7 +153,7 @@ class ShardedVersion:
         self._shards = shards
         # What shards that have ended had counted.
         self._retired: list[ModelReading] = []
-        # What the others had counted when they were read last, by shard.
+        # The last readings of the others, by shard.
         self._readings: Mapping[int, ModelReading] = {}
         self._is_closing = False
 
