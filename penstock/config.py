@@ -230,6 +230,22 @@ class RecordPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Families of latencies in a scrape (Triton's `--metrics-config`), and how often the use of the
+    machine is read."""
+
+    has_counters: bool = True
+    # Off, as in Triton: each costs time at every answer.
+    has_histograms: bool = False
+    has_summaries: bool = False
+    # The quantiles of summaries, as they were written.
+    quantiles: tuple[str, ...] = ("0.5", "0.9", "0.95", "0.99", "0.999")
+    # Scrapes within this time show the same use. Raise it if several systems scrape the server, so
+    # that all see the utilisation over a time that says something.
+    interval_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, fully resolved, as `penstock inspect` prints it."""
 
@@ -289,6 +305,11 @@ class ModelConfig:
     manifest: str = ""
     # Additional labels of the model's metrics.
     metric_tags: Mapping[str, str] = field(default_factory=dict)
+    # Upper bounds of the histogram of the time to the first answer, in milliseconds; empty:
+    # Triton's own.
+    first_response_ms: tuple[float, ...] = ()
+    # Whether answers may come from the response cache, if the server has one.
+    is_cached: bool = False
     # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
     # None: not configured; a server that has a folder for recordings records by the defaults.

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from penstock.api.metrics_options import read_metrics_config
 from penstock.api.serve_options import ServeOptions
 from penstock.config import LLM, ModelConfig, TlsConfig
 from penstock.dashboard.pages import Pages
@@ -164,6 +165,7 @@ class Server:
 
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
+        self.catalog.metrics_config = options.shown_metrics
         made = ManagementApi(
             self.catalog,
             Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
@@ -399,6 +401,7 @@ class Server:
                 allows_regions=options.shared_memory,
                 record_folder=str(self.catalog.recorders.folder or ""),
                 num_shards=self.shard_choice.number,
+                metrics=options.shown_metrics,
             )
             spec = shard_spec(opening, listeners, self._gate)
             self._processes.append(ShardProcess(self._core, spec))
@@ -431,6 +434,7 @@ class Server:
 def check(options: ServeOptions) -> None:
     """Raise CommandLineError for flags that contradict each other."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
+    problems += read_metrics_config(options.metrics_config)[1]
     if problems:
         raise CommandLineError(problems)
 

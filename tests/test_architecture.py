@@ -205,6 +205,7 @@ WITHOUT_OWN_TEST = {
     "api/bench_plan.py": "tests/test_bench_cli.py makes plans, tests/api/test_results.py too",
     "api/capacity.py": "tests/operate/test_capacity.py plans through it",
     "api/capacity_options.py": "tests/api/test_options.py",
+    "serving/latency_scrape.py": "tests/e2e/test_triton_metrics.py reads what it writes",
     "api/client_grpc.py": "tests/api/test_client.py asks over it",
     "api/client_http.py": "tests/api/test_client.py asks over it",
     "api/embedded.py": "tests/api/test_asgi.py starts and stops it",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
-from penstock.config import GPU_MEMORY_RESERVE, GrpcConfig, HttpLimits, TlsConfig
+from penstock.config import GPU_MEMORY_RESERVE, GrpcConfig, HttpLimits, MetricsConfig, TlsConfig
 from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
@@ -195,6 +196,20 @@ class ServeOptions:
         "Switch it on to look into single requests; it costs some throughput.",
         value=False,
     )
+    metrics_config: tuple[str, ...] = metrics_flag(
+        "Latencies that are counted and shown in /metrics",
+        "Give it where dashboards query more. As in Triton, histogram_latencies=true and "
+        "summary_latencies=true add families, counter_latencies=false leaves some out, and "
+        "summary_quantiles=0.5:0.05,0.99:0.001 chooses quantiles. Repeatable.",
+        value=(),
+        metavar="SETTING=VALUE",
+    )
+    metrics_interval_ms: float = metrics_flag(
+        "Time between readings of the machine's use",
+        "0 reads CPUs, GPUs and processes at every scrape. Raise it when several systems scrape "
+        "the server.",
+        **number(0.0, "MILLISECONDS", 0.0),
+    )
     price: float | None = metrics_flag(
         "Price of the machine per hour, in any currency",
         "Give it to see the cost of a million answers in /metrics and on the dashboard.",
@@ -219,6 +234,10 @@ class ServeOptions:
         """The files for TLS on all ports; None for plain text."""
         files = (self.tls_cert, self.tls_key, self.tls_client_ca)
         return TlsConfig(*files) if any(files) else None
+
+    @property
+    def shown_metrics(self) -> MetricsConfig:
+        return read_metrics_config(self.metrics_config, self.metrics_interval_ms)[0]
 
     @property
     def limits(self) -> HttpLimits:

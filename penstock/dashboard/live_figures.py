@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from penstock.serving.metrics import BUCKETS, Histogram, ModelMetrics
+from penstock.serving.histogram import Histogram
+from penstock.serving.metrics import BUCKETS, ModelMetrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ from penstock.llm.text_scrape import (
     scrape,
     token_bounds,
 )
-from penstock.serving.metrics import Histogram, ModelMetrics
-from penstock.serving.metrics_record import HistogramRecord, add_histogram, record_histogram
+from penstock.serving.histogram import Histogram, HistogramRecord
+from penstock.serving.metrics import ModelMetrics
+from penstock.serving.metrics_record import add_histogram, record_histogram
 
 if TYPE_CHECKING:
     from penstock.llm.generation import Generation, SequenceOutput
@@ -157,6 +158,8 @@ class TextMetrics:
         if generation.first_at is None:
             self.num_prompt_tokens += generation.num_prompt
             self.first_token_s.add(now - generation.arrived)
+            if self.model.latencies is not None:
+                self.model.latencies.add_first(now - generation.arrived)
         if output.last_at is not None:
             self.next_token_s.add(now - output.last_at)
 

@@ -215,6 +215,7 @@ def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
         return model, model.part
 
     shard = Shard(core.send, core.page, settings.shard, make_text)
+    shard.table.metrics_config = settings.metrics
     recorders = shard.table.recorders
     recorders.folder = Path(settings.record_folder) if settings.record_folder else None
     recorders.place = RingPlace(settings.shard, settings.num_shards)

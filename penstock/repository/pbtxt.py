@@ -44,6 +44,7 @@ from penstock.repository import (
     openvino_file,
     parameters,
     pbtxt_fields,
+    pbtxt_metrics,
     pbtxt_warmup,
     pretrained,
     pt2_file,
@@ -402,6 +403,7 @@ class _Resolver:
         if not self._problems and (found := parameters.scaling_problem(config.on(placed))):
             self._problem(f"parameters.{found[0]}", found[1])
         self._check_tags()
+        buckets = pbtxt_metrics.read(message.model_metrics, self._problem)
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
         )
@@ -411,6 +413,7 @@ class _Resolver:
         return replace(
             config,
             metric_tags=dict(message.metric_tags),
+            first_response_ms=buckets,
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
             notes=tuple(self._notes),

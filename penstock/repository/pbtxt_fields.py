@@ -31,6 +31,7 @@ _READ = {
     "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
     "optimization.execution_accelerators.cpu_execution_accelerator.": "name parameters",
     "parameters.": "string_value",
+    "model_metrics.metric_control.": "metric_identifier.family histogram_options.buckets",
     "model_warmup.": "name batch_size count",
     "model_warmup.inputs.": "data_type dims zero_data random_data input_data_file",
 }
@@ -67,7 +68,6 @@ REASONS = {
     "instance_group.passive": "every instance takes batches",
     "instance_group.host_policy": "instances run on any core and memory node",
     "cc_model_filenames": "the same file is loaded for every GPU",
-    "model_metrics": "histograms have fixed buckets",
 }
 
 

@@ -19,13 +19,21 @@ import msgspec
 import penstock
 from penstock.errors import SHUTTING_DOWN, NotReady
 from penstock.repository.pbtxt import to_json
+from penstock.serving import latency_scrape
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.metrics import Labels
 from penstock.serving.region_registry import Kind, RegionRegistry
-from penstock.serving.scrape import ProcessUsage, ScrapeLines, ShardUse, cpu_s, expose
+from penstock.serving.scrape import (
+    HostUse,
+    ProcessUsage,
+    ScrapeLines,
+    ShardUse,
+    cpu_s,
+    expose,
+)
 from penstock.serving.served import Served
 from penstock.types import Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
@@ -85,6 +93,8 @@ class ManagementApi:
         self.lifecycle = lifecycle or Lifecycle()
         self.server_id = server_id
         self.usage = ProcessUsage()
+        # The last use that was read, and when.
+        self._last_use: tuple[float, HostUse] | None = None
         self._tells_reasons = tells_reasons
         self.shards = shards
         self.regions = RegionRegistry(catalog.regions, catalog.shards)
@@ -199,9 +209,20 @@ class ManagementApi:
         """Return the metrics as Prometheus text."""
         await self.catalog.refresh()
         # Reading /proc takes a moment per process: not on the event loop.
-        host = await asyncio.to_thread(self.usage.read, list(self._members()))
-        others = [family for make in self.families for family in make()]
-        return expose(self.catalog.pending(), host, self.shards(), self.regions.usage(), others)
+        host = await self._read_host()
+        models, wanted = self.catalog.pending(), self.catalog.metrics_config
+        others = [*latency_scrape.families(models, wanted)]
+        others += [family for make in self.families for family in make()]
+        hidden = latency_scrape.hidden(wanted)
+        return expose(models, host, self.shards(), self.regions.usage(), others, hidden)
+
+    async def _read_host(self) -> HostUse:
+        """Read the use of machine and processes, unless the last is recent enough."""
+        now, last = time.monotonic(), self._last_use
+        if last is None or now - last[0] >= self.catalog.metrics_config.interval_s:
+            use = await asyncio.to_thread(self.usage.read, list(self._members()))
+            self._last_use = last = now, use
+        return last[1]
 
     async def _processes(self) -> list[ProcessState]:
         """Return the core and the shards, with their CPU use over BUSY_S."""

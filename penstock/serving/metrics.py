@@ -25,9 +25,12 @@ from penstock.errors import (
     PenstockError,
     QuotaExceeded,
 )
+from penstock.serving.histogram import Histogram
+from penstock.serving.model_gauges import NO_GAUGES, ModelGauges
 
 if TYPE_CHECKING:
     from penstock.config import ModelConfig
+    from penstock.serving.latency_metrics import LatencyMetrics, LatencyRecord
     from penstock.serving.scrape import ScrapeLines
     from penstock.types import Request, Timings
 
@@ -57,25 +60,6 @@ BUCKETS = (
 )  # fmt: skip
 # The lower edge of each bucket, and the upper edge of the last.
 EDGES = (-math.inf, *BUCKETS, math.inf)
-
-
-class Histogram:
-    """Counts per bucket, and the sum of all values."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float] = BUCKETS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total: float = 0
-
-    def add(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
 
 
 @dataclass(slots=True)
@@ -137,7 +121,7 @@ class ModelMetrics:
         self.num_failures = dict.fromkeys(REASONS, 0)
         self.num_refused = dict.fromkeys((*REFUSED_AT_ARRIVAL, *REFUSED_LATER), 0)
         self.num_deaths = dict.fromkeys(DEATHS, 0)
-        self.phases = {phase: Histogram() for phase in (*PHASES, *WAITS)}
+        self.phases = {phase: Histogram(BUCKETS) for phase in (*PHASES, *WAITS)}
         # Phases measured per request, and phases measured per batch.
         self._spans = tuple(self.phases[phase] for phase in ("request", "queue", *WAITS))
         self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
@@ -159,6 +143,17 @@ class ModelMetrics:
         self.num_recorded = 0
         self.num_unrecorded: dict[str, int] = {}
         self.num_record_stopped = 0
+        # Answers from the response cache and requests that it did not have, with the time to look
+        # them up and to store answers. In how many shards a cache is open.
+        self.num_cache_hits = self.num_cache_misses = 0
+        self.cache_hit_s = self.cache_miss_s = 0.0
+        self.num_caches = 0
+        # Further latencies, if the operator wants them; or what the shards have counted of them.
+        self.latencies: LatencyMetrics | None = None
+        self.counted_latencies: LatencyRecord | None = None
+        # Reads what the model holds here; what the shards hold of it.
+        self.read_gauges: Callable[[], ModelGauges] = ModelGauges
+        self.counted_gauges = NO_GAUGES
         # Metrics that only models of its kind have, and what makes families of a scrape of them.
         self.of_kind: object = None
         self.others: Callable[[], Sequence[ScrapeLines]] = tuple
@@ -249,6 +244,9 @@ class ModelMetrics:
         queues.total += queue_s
         for_batch.total += queue_s - instance_s
         for_instance.total += instance_s
+        if self.latencies is not None:
+            for request in answered:
+                self.latencies.add(request.timings)
         count = len(answered)
         return (queue_s - instance_s) / count, instance_s / count
 
@@ -271,7 +269,34 @@ class ModelMetrics:
         self.num_late += total_s > self._late_after_s
         self.phases["request"].add(total_s)
         self.phases["compute_infer"].add(infer_s)
+        if self.latencies is not None:
+            self.latencies.observe("request", total_s)
+            self.latencies.observe("compute_infer", infer_s)
         self.batches.setdefault(1, BatchStatistics()).add(0.0, infer_s, 0.0)
+
+    def found_in_cache(self, request: Request, took_s: float) -> None:
+        """Count a request that the response cache answered after `took_s`."""
+        self.last_inference = time.time()
+        self.num_success += 1
+        self.num_cache_hits += 1
+        self.cache_hit_s += took_s
+        timings = request.timings
+        span_s = timings.completed - timings.received
+        self.phases["request"].add(span_s)
+        for phase in ("queue", *WAITS):
+            self.phases[phase].add(0.0)
+        self.num_late += self.is_late(span_s)
+        if self.latencies is not None:
+            self.latencies.add_first(span_s)
+            self.latencies.observe("cache_hit", took_s)
+
+    def missed_cache(self, took_s: float) -> None:
+        """Count a computed request that the response cache did not have; looking it up and storing
+        the answer took this time."""
+        self.num_cache_misses += 1
+        self.cache_miss_s += took_s
+        if self.latencies is not None:
+            self.latencies.observe("cache_miss", took_s)
 
     def failed(self, reason: str, error: PenstockError, is_late: bool = False) -> None:
         """Count an admitted request that gets an error; `is_late`: after a limit of the SLO."""
@@ -284,6 +309,14 @@ class ModelMetrics:
         self.num_unserved += _is_unserved(error, is_late)
         reason = reason or error.reason
         self.num_refused[reason] = self.num_refused.get(reason, 0) + 1
+
+    @property
+    def gauges(self) -> ModelGauges:
+        return self.read_gauges().plus(self.counted_gauges)
+
+    def latency_record(self) -> LatencyRecord | None:
+        """Return the further latencies that were counted here or in the shards."""
+        return self.counted_latencies if self.latencies is None else self.latencies.record()
 
     def is_late(self, seconds: float) -> bool:
         """Whether an answer after this time misses the latency limit of the SLO."""
@@ -313,6 +346,7 @@ class ModelMetrics:
     def statistics(self) -> dict[str, Any]:
         """Return one entry of v2's statistics: numbers of requests, and their total nanoseconds."""
         num_failed = sum(self.num_failures.values())
+        num_computed = self.num_success - self.num_cache_hits
         return {
             "name": self.name,
             "version": self.version,
@@ -324,10 +358,13 @@ class ModelMetrics:
                 "fail": _duration(num_failed, self.fail_s),
                 **{
                     phase: _duration(self.num_success, self.phases[phase].total)
-                    for phase in ("queue", *WAITS, *PHASES[2:])
+                    for phase in ("queue", *WAITS)
                 },
-                "cache_hit": _duration(0, 0.0),
-                "cache_miss": _duration(0, 0.0),
+                **{
+                    phase: _duration(num_computed, self.phases[phase].total) for phase in PHASES[2:]
+                },
+                "cache_hit": _duration(self.num_cache_hits, self.cache_hit_s),
+                "cache_miss": _duration(self.num_cache_misses, self.cache_miss_s),
             },
             "response_stats": {},
             "batch_stats": [

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.serving.metrics import BatchStatistics, Histogram, ModelMetrics
+from penstock.serving.histogram import Histogram, HistogramRecord
+from penstock.serving.latency_metrics import LatencyRecord
+from penstock.serving.metrics import BatchStatistics, ModelMetrics
+from penstock.serving.model_gauges import NO_GAUGES, ModelGauges
 
 # Attributes that are added up. Those of workers are the core's own.
 SUMMED = (
     "num_success", "num_late", "num_inferences", "num_executions", "fail_s", "padded_bytes",
     "padding_bytes", "num_unserved", "busy_s", "num_recorded", "num_record_stopped",
+    "num_cache_hits", "num_cache_misses", "cache_hit_s", "cache_miss_s", "num_caches",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class HistogramRecord:
-    counts: list[int]
-    total: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,8 @@ class MetricsRecord:
     # What only models of its kind have, in a form of their own.
     others: bytes = b""
     num_unrecorded: dict[str, int] = field(default_factory=dict)
+    latencies: LatencyRecord | None = None
+    gauges: ModelGauges = NO_GAUGES
 
 
 def record_histogram(histogram: Histogram) -> HistogramRecord:
@@ -56,6 +56,8 @@ def record(metrics: ModelMetrics) -> MetricsRecord:
         metrics.last_inference,
         metrics.record_others(),
         dict(metrics.num_unrecorded),
+        metrics.latency_record(),
+        metrics.read_gauges(),
     )
 
 
@@ -87,4 +89,9 @@ def add(metrics: ModelMetrics, counted: MetricsRecord) -> None:
         batch.input_s += input_s
         batch.infer_s += infer_s
         batch.output_s += output_s
+    metrics.counted_gauges = metrics.counted_gauges.plus(counted.gauges)
+    if counted.latencies is not None:
+        known = metrics.counted_latencies
+        new = counted.latencies
+        metrics.counted_latencies = new if known is None else known.plus(new)
     metrics.last_inference = max(metrics.last_inference, counted.last_inference)

@@ -81,6 +81,8 @@ class Model:
         self._shares = context.shares
         self._clock = clock
         self.memory = memory = RequestMemory(context)
+        if config.uses_gpu:
+            metrics.read_gauges = memory.gauges
         self._replies = replies = Replies(context, memory, shard.elsewhere)
         self.history = replies.history
         guard = PoisonGuard(context)

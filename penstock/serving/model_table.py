@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from penstock.config import MetricsConfig
 from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import listed
+from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
@@ -33,6 +35,8 @@ class ModelTable:
         # Memory that clients have registered.
         self.regions = RegionTable()
         self.recorders = Recorders()
+        # What is counted and shown of latencies.
+        self.metrics_config = MetricsConfig()
         self._models: dict[str, dict[str, Served]] = {}
         self._latest: dict[str, Served] = {}
         # Rollouts by model: how requests are split and, where there are requests, what splits them.
@@ -63,6 +67,18 @@ class ModelTable:
         """Whether every requested model can answer; a candidate need not."""
         versions = (each for found in self._models.values() for each in found.values())
         return not self.failures and all(model.is_ready for model in versions)
+
+    def count_latencies(self, model: Served) -> None:
+        """Count the latencies that the operator wants, from a model's first request on."""
+        wanted = self.metrics_config
+        if wanted.has_histograms or wanted.has_summaries:
+            config, metrics = model.config, model.metrics
+            metrics.latencies = LatencyMetrics(
+                config.first_response_ms or FIRST_RESPONSE_MS,
+                has_histogram=wanted.has_histograms,
+                has_summaries=wanted.has_summaries,
+                has_cache=bool(metrics.num_caches),
+            )
 
     def count_request(self, caller: bytes, received: float, name: str, version: str = "") -> None:
         """Count a request of this key on arrival, whatever its outcome. QuotaExceeded if the key

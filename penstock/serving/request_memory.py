@@ -14,6 +14,7 @@ from penstock.errors import TooLarge
 from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
 from penstock.serving.held_rows import HeldBatch, HeldRows
+from penstock.serving.model_gauges import ModelGauges
 from penstock.serving.plan import Fit, RequestPlan
 from penstock.serving.regions import LentTensor
 from penstock.serving.reservation import Reservation
@@ -52,6 +53,15 @@ class RequestMemory:
     def close(self) -> None:
         self.pool.close()
         self.input_spill.close()
+
+    def gauges(self) -> ModelGauges:
+        """Return the bytes of all slabs, and of rows that requests hold."""
+        used = sum(
+            slab.num_held * slab.layout.nbytes // slab.layout.capacity
+            for slab in self.slabs
+            if slab.layout is not None
+        )
+        return ModelGauges(len(self.slabs) * self.pool.slab_bytes, used)
 
     def check_size(self, request: Request) -> None:
         """Raise TooLarge if even an empty spill has no room for the inputs."""

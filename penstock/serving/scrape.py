@@ -19,7 +19,8 @@ import psutil
 import penstock
 from penstock.backends import GPU_FALLBACK
 from penstock.serving.drift import InputDrift
-from penstock.serving.metrics import PHASES, WAITS, Histogram, Labels, ModelMetrics, SloCount
+from penstock.serving.histogram import Histogram
+from penstock.serving.metrics import PHASES, WAITS, Labels, ModelMetrics, SloCount
 from penstock.serving.served import ModelProcess
 from penstock.system.devices import GpuUse, Watch
 
@@ -178,9 +179,11 @@ def expose(
     shards: Sequence[ShardUse] = (),
     regions: Mapping[str, tuple[int, int]] | None = None,
     others: Iterable[ScrapeLines] = (),
+    hidden: frozenset[str] = frozenset(),
 ) -> bytes:
     """Render the text of a scrape. `regions` are the number and bytes of clients' shared memory, by
-    kind; `others` are families that other parts of the server make."""
+    kind; `others` are families that other parts of the server make; those in `hidden` are left
+    out."""
     items = [(model.metrics.labels, model) for model in models]
     optional = [*_slos(items), *_optional(items), *_shards(shards), *_regions(regions or {})]
     optional += others
@@ -191,6 +194,7 @@ def expose(
     return "".join(
         f"{line}\n"
         for family in families
+        if family.name not in hidden
         for line in (
             f"# HELP {family.name} {family.text}",
             f"# TYPE {family.name} {family.kind}",

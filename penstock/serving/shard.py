@@ -14,7 +14,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -24,6 +24,7 @@ from penstock.serving.core_link import EngineCore, EnginePart, ModelPart, ShardS
 from penstock.serving.explain import Explanation
 from penstock.serving.metrics_record import MetricsRecord, record
 from penstock.serving.model import Model
+from penstock.serving.model_gauges import NO_GAUGES
 from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.pipeline import StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota
@@ -267,6 +268,7 @@ class Shard:
         for number, stage, core in zip(opening.parts, stages, cores, strict=True):
             self._parts[number] = stage.readiness, core
         model.recorder = self.table.recorders.open(config, model.metrics)
+        self.table.count_latencies(model)
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
 
@@ -279,6 +281,7 @@ class Shard:
         model, part = self._make_text(opening.config, RemoteEngineCore(number, self._send))
         self._engine_parts[number] = part
         model.recorder = self.table.recorders.open(opening.config, model.metrics)
+        self.table.count_latencies(model)
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
         await model.start()
@@ -333,6 +336,12 @@ def _read_model(model: Served, split: SplitCounts | None) -> ModelReading:
     records = [record(stage.metrics) for stage in stages]
     waiting = [stage.num_waiting for stage in stages]
     return ModelReading(record(model.metrics), records, model.num_waiting, waiting, split)
+
+
+def without_gauges(reading: ModelReading) -> ModelReading:
+    """Return what stays of a shard that has ended: what it held is gone."""
+    stages = [replace(each, gauges=NO_GAUGES) for each in reading.stages]
+    return replace(reading, metrics=replace(reading.metrics, gauges=NO_GAUGES), stages=stages)
 
 
 decode_readings = msgspec.msgpack.Decoder(dict[int, ModelReading]).decode

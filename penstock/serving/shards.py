@@ -31,7 +31,12 @@ from penstock.serving.pipeline import stages_of
 from penstock.serving.regions import Region
 from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.served import ModelProcess
-from penstock.serving.shard import ModelReading, decode_explanation, decode_readings
+from penstock.serving.shard import (
+    ModelReading,
+    decode_explanation,
+    decode_readings,
+    without_gauges,
+)
 from penstock.serving.shared_page import PageBlocks, PageLayout, num_slots
 from penstock.serving.split_counts import SplitCounts
 from penstock.types import Request
@@ -180,7 +185,7 @@ class ShardedVersion:
     def leave(self, shard: int) -> None:
         """Forget a shard that has ended, but not what it had counted."""
         if (reading := self._readings.get(shard)) is not None:
-            self._retired.append(reading)
+            self._retired.append(without_gauges(reading))
             self._readings = {n: each for n, each in self._readings.items() if n != shard}
 
     def count(self, readings: Mapping[int, ModelReading]) -> None:

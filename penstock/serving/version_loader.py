@@ -117,6 +117,7 @@ class VersionLoader:
         model = self._make(config)
         if self._shards is None:
             model.recorder = self._table.recorders.open(config, model.metrics)
+            self._table.count_latencies(model)
         return model
 
     def _make(self, config: ModelConfig) -> Served:

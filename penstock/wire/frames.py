@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config import GrpcConfig, HttpLimits, ModelConfig, TlsConfig
+from penstock.config import GrpcConfig, HttpLimits, MetricsConfig, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
 VERSION = 4
@@ -389,6 +389,8 @@ class OpenShard(Frame, tag="open"):
     # Folder for recordings, and how many shards there are; empty: nothing is recorded.
     record_folder: str = ""
     num_shards: int = 1
+    # The latencies that it counts.
+    metrics: MetricsConfig = MetricsConfig()
 
 
 class NameKeys(Frame, tag="named"):

@@ -11,7 +11,8 @@ from penstock.llm.messages import GenerateRequest, StepReport, pack_tokens
 from penstock.llm.text_metrics import REASONS, TextMetrics, decode_record
 from penstock.llm.text_scrape import token_bounds
 from penstock.sampling_params import SamplingParams
-from penstock.serving.metrics import Histogram, ModelMetrics
+from penstock.serving.histogram import Histogram
+from penstock.serving.metrics import ModelMetrics
 from penstock.serving.metrics_record import record
 from penstock.serving.scrape import Pending, expose
 from penstock.slo import parse
