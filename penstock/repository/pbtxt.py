@@ -44,6 +44,7 @@ from penstock.repository import (
     openvino_file,
     parameters,
     pbtxt_fields,
+    pbtxt_views,
     pbtxt_warmup,
     pretrained,
     pt2_file,
@@ -100,10 +101,8 @@ MAX_PRIORITIES = 256
 GPU_BACKENDS = frozenset({"onnxruntime", "pytorch", "tensorrt", "null", LLM})
 # Backends that use a GPU by default.
 AUTO_BACKENDS = frozenset({"pytorch", "tensorrt", LLM})
-# Refused as a whole; fields of inputs and outputs are checked one by one.
-UNSUPPORTED = tuple(
-    path for path in sorted(pbtxt_fields.REFUSED) if not path.startswith(("input.", "output."))
-)
+# Refused as a whole.
+UNSUPPORTED = tuple(sorted(pbtxt_fields.REFUSED))
 # Fields without effect for language models, and with an SLO.
 NOT_IN_ENGINES = {
     "model_warmup": "an engine warms up by itself",
@@ -177,6 +176,7 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     describe_tensors(message.output, config.outputs)
     _describe_instances(message.instance_group, config)
     _describe_batching(message, config.batching)
+    pbtxt_views.describe_batch(message, config)
     message.metric_tags.update(config.metric_tags)
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
@@ -260,6 +260,7 @@ def describe_tensors(target: Proto, specs: Sequence[TensorSpec]) -> None:
         for field, value in (("label_filename", spec.label_file), ("optional", spec.is_optional)):
             if field in item.DESCRIPTOR.fields_by_name:
                 setattr(item, field, value)
+        pbtxt_views.describe_tensor(item, spec)
     del target[:num_old]
 
 
@@ -385,6 +386,10 @@ class _Resolver:
             postprocess=reader.postprocess(),
             file=message.default_model_filename,
             options=parameters.options_of(options),
+            batch_inputs=pbtxt_views.read_batch_inputs(message.batch_input, inputs, self._problem),
+            batch_outputs=pbtxt_views.read_batch_outputs(
+                message.batch_output, inputs, outputs, self._problem
+            ),
             slo=reader.slo(),
             record=reader.record((*inputs, *outputs)),
         )
@@ -402,6 +407,7 @@ class _Resolver:
         if not self._problems and (found := parameters.scaling_problem(config.on(placed))):
             self._problem(f"parameters.{found[0]}", found[1])
         self._check_tags()
+        self._problems += [f"{path}: {why}" for path, why in pbtxt_views.conflicts(config)]
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
         )
@@ -608,10 +614,7 @@ class _Resolver:
             self._problem(f"{path}.name", "missing")
         if any(size == 0 or size < -1 for size in item.dims):
             self._problem(f"{path}.dims", f"{list(item.dims)}: each must be positive or -1")
-        if item.HasField("reshape"):
-            self._problem(f"{path}.reshape", "not supported")
-        if kind == "input" and item.allow_ragged_batch:
-            self._problem(f"{path}.allow_ragged_batch", "not supported")
+        max_batch = self._message.max_batch_size
         label_file = item.label_filename if kind == "output" else ""
         return TensorSpec(
             item.name,
@@ -620,6 +623,8 @@ class _Resolver:
             is_optional=kind == "input" and item.optional,
             label_file=label_file,
             labels=self._labels(f"{path}.label_filename", label_file) if label_file else (),
+            reshape=pbtxt_views.read_reshape(item, path, max_batch, self._problem),
+            is_ragged=kind == "input" and item.allow_ragged_batch,
         )
 
     def _labels(self, path: str, file: str) -> tuple[str, ...]:
