@@ -397,6 +397,11 @@ class ModelConfig:
         return is_image and self.uses_gpu and self.engine == "pytorch"
 
     @property
+    def has_one_owner(self) -> bool:
+        """Whether the core queues the requests of all shards, because they share state."""
+        return False
+
+    @property
     def has_head(self) -> bool:
         """Whether a built-in step computes the answers from the model's outputs, by the batch."""
         return self.postprocess is not None and self.postprocess.function in HEADS
