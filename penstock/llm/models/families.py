@@ -95,8 +95,9 @@ class ModelFamily:
         if rope.kind == "longrope":
             limits.append(rope.original_length)
         reader.check()
+        sizes["max_length"] = min(limits)
         return DecoderShape(
-            **(sizes | {"max_length": min(limits)}),
+            **sizes,
             epsilon=epsilon,
             rope=rope,
             is_tied=is_tied,
@@ -144,6 +145,7 @@ class ModelFamily:
             is_tied=True,
             has_qk_norm=self.has_qk_norm,
             has_qkv_bias=bool(self.has_qkv_bias),
+            has_out_bias=False,
         )
 
     def gguf_names(self, shape: DecoderShape) -> dict[str, str]:
