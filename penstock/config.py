@@ -217,6 +217,28 @@ class Warmup:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchInput:
+    """Inputs of the model that are made of a batch's requests (Triton's BatchInput): they describe
+    another input, the source."""
+
+    # Its name in Triton's message, such as BATCH_ELEMENT_COUNT.
+    kind: str
+    names: tuple[str, ...]
+    # INT32 or FP32.
+    datatype: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """Outputs whose elements are divided among a batch's requests by the shapes of an input (the
+    BATCH_SCATTER_WITH_INPUT_SHAPE of Triton's BatchOutput)."""
+
+    names: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class RecordPolicy:
     """How requests and answers of a model are recorded, if the server has a folder for them."""
 
@@ -303,6 +325,9 @@ class ModelConfig:
     gpu_memory_bytes: int | None = None
     # Path of the version's manifest.json, which a worker checks before it loads; empty without one.
     manifest: str = ""
+    # Inputs and outputs of the model that depend on which requests share a batch.
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
     # Additional labels of the model's metrics.
     metric_tags: Mapping[str, str] = field(default_factory=dict)
     # Upper bounds of the histogram of the time to the first answer, in milliseconds; empty:
@@ -365,6 +390,18 @@ class ModelConfig:
         return replace(config, preprocess=before)
 
     @property
+    def joins_requests(self) -> bool:
+        """Whether the model gets the requests of a batch as one, not as rows."""
+        is_ragged = any(spec.is_ragged for spec in self.inputs)
+        return is_ragged or bool(self.batch_inputs or self.batch_outputs)
+
+    @property
+    def has_views(self) -> bool:
+        """Whether the model sees tensors that differ from those that clients see."""
+        specs = (*self.inputs, *self.outputs)
+        return self.joins_requests or any(spec.reshape is not None for spec in specs)
+
+    @property
     def is_processed(self) -> bool:
         return self.preprocess is not None or self.postprocess is not None
 
@@ -379,6 +416,11 @@ class ModelConfig:
         """Whether the model's own workers get encoded images: a GPU decodes or normalises them."""
         is_image = self.preprocess is not None and self.preprocess.function == IMAGE
         return is_image and self.uses_gpu and self.engine == "pytorch"
+
+    @property
+    def has_one_owner(self) -> bool:
+        """Whether the core queues the requests of all shards, because they share state."""
+        return False
 
     @property
     def has_head(self) -> bool:

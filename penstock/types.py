@@ -71,6 +71,11 @@ class TensorSpec:
     label_file: str = ""
     # Names of an output's elements, for classification.
     labels: tuple[str, ...] = ()
+    # What the model sees instead of `shape`, with the same elements; None: the same.
+    reshape: tuple[int, ...] | None = None
+    # Whether requests with different shapes of this input share a batch: the model gets all their
+    # elements in one dimension.
+    is_ragged: bool = False
 
     @property
     def is_fixed(self) -> bool:

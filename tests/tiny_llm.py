@@ -24,6 +24,7 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
 
 

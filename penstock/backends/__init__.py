@@ -242,11 +242,17 @@ def backend(name: str) -> LoadRunner:
             problem += f"; pip install {PACKAGES[name]} brings it"
         raise ConfigError(problem) from error
 
+    def load_model(config: ModelConfig) -> Runner:
+        if not config.has_views:
+            return load(config)
+        runner: Runner = importlib.import_module(f"{__name__}.views").load(config, load)
+        return runner
+
     def load_whole(config: ModelConfig) -> Runner:
         if not config.is_processed:
-            return load(config)
+            return load_model(config)
         module = importlib.import_module(f"{__name__}.processing")
-        runner: Runner = module.load(config, load)
+        runner: Runner = module.load(config, load_model)
         return runner
 
     return load_whole

@@ -65,8 +65,8 @@ def _mismatch(
     if found.datatype != spec.datatype:
         problems.append(f"{where}: configured as {spec.datatype}, the model has {found.datatype}")
     shape = (-1, *spec.shape) if has_batch else spec.shape
-    # An output without a declared shape may have any rank.
-    if kind == "output" and not found.shape:
+    # An output without a declared shape may have any rank, one that is divided among requests too.
+    if kind == "output" and (not found.shape or spec.is_ragged):
         return problems
     if has_batch and found.shape and found.shape[0] != -1:
         fixed = f"the model's first dimension is fixed at {found.shape[0]}"

@@ -206,7 +206,7 @@ class TritonRunner(Runner):
     def start(self, batch: Batch) -> Execution:
         """Run a batch. Without `batch.requests` it counts as one request with one answer."""
         parts = batch.requests or (RequestPart("", batch.num_rows),)
-        responses = self._code.result(self._model.execute(self._requests(batch.inputs, parts)))
+        responses = self._code.result(self._model.execute(self._requests(batch, parts)))
         if not isinstance(responses, Sequence) or len(responses) != len(parts):
             got = len(responses) if isinstance(responses, Sequence) else type(responses).__name__
             raise BackendFailed(
@@ -218,15 +218,19 @@ class TritonRunner(Runner):
         _end(self._code, getattr(self._model, "finalize", None))
 
     def _requests(
-        self, inputs: Mapping[str, Array], parts: Sequence[BatchRequest]
+        self, batch: Batch, parts: Sequence[BatchRequest]
     ) -> list[pb_utils.InferenceRequest]:
         """Return each request with its rows of the stacked inputs, as views."""
         is_batched = self._config.max_batch_size > 0
         requests: list[pb_utils.InferenceRequest] = []
         row = 0
-        for part in parts:
+        for index, part in enumerate(parts):
             end = row + part.num_rows
-            own = {name: a[row:end] if is_batched else a for name, a in inputs.items()}
+            if self._config.joins_requests:
+                # Ragged inputs have no rows in common; each request is a piece.
+                own = dict(batch.all_pieces[index])
+            else:
+                own = {name: a[row:end] if is_batched else a for name, a in batch.inputs.items()}
             tensors = [pb_utils.Tensor(name, a, self._datatypes[name]) for name, a in own.items()]
             requests.append(
                 pb_utils.InferenceRequest(

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
-from penstock.llm.models.families import family_of
+from penstock.llm.models.families import FilePlace, family_of
 from penstock.llm.models.shape import DecoderShape
 from penstock.llm.models.weights import HEAD, weight_sizes
 
@@ -76,11 +76,13 @@ def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float3
 
 def _open_folder(folder: Path) -> Checkpoint:
     values = read_object(folder / CONFIG)
-    shape = family_of(_architecture(values, CONFIG)).shape_of_config(values)
+    family = family_of(_architecture(values, CONFIG))
+    shape = family.shape_of_config(values)
+    places, sizes = family.file_places(shape), weight_sizes(shape)
     files = _files(folder)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(_open(folder / name)) for name in set(files.values())}
-        wanted = weight_sizes(shape)
+        wanted = _whole_sizes(places, sizes)
         # An index may name weights that are in none of its files.
         found = {
             name: tuple(opened[file].get_slice(name).get_shape()) if name in wanted else ()
@@ -91,10 +93,22 @@ def _open_folder(folder: Path) -> Checkpoint:
         close = stack.pop_all().close
 
     def weight(name: str) -> Tensor:
-        found: Tensor = opened[files[name]].get_tensor(name)
-        return found
+        place = places[name]
+        rows = opened[files[place.name]].get_slice(place.name)
+        found: Tensor = rows[place.start : place.start + sizes[name][0]]
+        return family.from_file(name, found, shape)
 
     return Checkpoint(shape, weight, close)
+
+
+def _whole_sizes(places: Mapping[str, FilePlace], sizes: Sizes) -> Sizes:
+    """Return the shapes of a file's weights, of which the decoder's are parts."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, place in places.items():
+        num_rows, *rest = sizes[name]
+        num_before = found.get(place.name, (0,))[0]
+        found[place.name] = (num_before + num_rows, *rest)
+    return found
 
 
 def _files(folder: Path) -> dict[str, str]:

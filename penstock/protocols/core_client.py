@@ -19,7 +19,14 @@ from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockErro
 from penstock.processes.channel import Datagrams
 from penstock.processes.start import begin_life, take_part
 from penstock.protocols.gate import Gate, Keys
-from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
+from penstock.protocols.line import (
+    MAX_HEAD_BYTES,
+    Line,
+    Outbox,
+    ParcelLine,
+    handle_all,
+    unpack,
+)
 from penstock.serving.management import ManagementCall
 from penstock.serving.shared_page import SharedPage
 from penstock.serving.slab import Segment
@@ -35,8 +42,6 @@ MAX_OPENING_FDS = 5
 MAX_ERROR = 1000
 # Messages that may wait for memory while the segment is full.
 MAX_WAITING = 1024
-# Limit on a message without its body; with an inline body it still fits a frame.
-MAX_HEAD_BYTES = MAX_SENT_BYTES - 2 * INLINE_BYTES
 
 
 # Listens and answers until the core says Stop; ConfigError if it cannot.
@@ -94,6 +99,7 @@ class CoreClient:
         self._answering: set[asyncio.Task[None]] = set()
         self._socket = Datagrams(self._loop, sock, self._hear, self.stopped.set, takes_fds=True)
         self._line = Line(self._socket.send)
+        self.parcels = ParcelLine(self._outbox, self._line, answers)
 
     @property
     def num_running(self) -> int:
@@ -259,8 +265,7 @@ class CoreClient:
         deliver(data, frame)
 
     def _release(self, parcel: frames.Parcel) -> None:
-        if parcel.offset is not None:
-            self._line.send(frames.Release((parcel.offset,)))
+        self.parcels.free(parcel)
 
 
 def _error(kind: str, text: str) -> PenstockError:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from penstock.errors import ConfigError, TooLarge
@@ -27,6 +27,8 @@ log = logging.getLogger("penstock.line")
 INLINE_BYTES = 16 * 1024
 # Share of a socket buffer for one datagram.
 MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
+# Limit on a message without its body; with an inline body it still fits a frame.
+MAX_HEAD_BYTES = MAX_SENT_BYTES - 2 * INLINE_BYTES
 
 Received = TypeVar("Received")
 
@@ -124,7 +126,11 @@ class Outbox:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._extents = Extents(segment.nbytes)
-        self._waiting: dict[int, tuple[Sequence[Tensor], Callable[[frames.Parcel], None]]] = {}
+        self._waiting: dict[Hashable, tuple[Sequence[Tensor], Callable[[frames.Parcel], None]]] = {}
+
+    @property
+    def capacity(self) -> int:
+        return self._extents.capacity
 
     @property
     def num_held(self) -> int:
@@ -135,7 +141,7 @@ class Outbox:
         return len(self._waiting)
 
     def post(
-        self, call: int, tensors: Sequence[Tensor], send: Callable[[frames.Parcel], None]
+        self, call: Hashable, tensors: Sequence[Tensor], send: Callable[[frames.Parcel], None]
     ) -> None:
         """Call `send` with the parcel, now or when there is room. TooLarge if it can never fit."""
         nbytes = sum(len(tensor.data) for tensor in tensors)
@@ -152,7 +158,7 @@ class Outbox:
         kept = [Tensor(t.name, t.datatype, t.shape, bytes(t.data)) for t in tensors]
         self._waiting[call] = (kept, send)
 
-    def withdraw(self, call: int) -> bool:
+    def withdraw(self, call: Hashable) -> bool:
         """Drop a waiting post; False if it has been sent."""
         return self._waiting.pop(call, None) is not None
 
@@ -183,6 +189,29 @@ class Outbox:
             view[start:end] = tensor.data
             start = end
         return frames.Parcel(pieces, offset=offset)
+
+
+class ParcelLine:
+    """Tensors to the other side, and from it (`serving.parcels.Parcels`)."""
+
+    def __init__(self, outbox: Outbox, line: Line, theirs: Segment) -> None:
+        self._outbox = outbox
+        self._line = line
+        self._theirs = theirs
+        self.post = outbox.post
+        self.max_parcel_bytes = outbox.capacity
+        self.max_frame_bytes = MAX_HEAD_BYTES
+
+    def read(self, parcel: frames.Parcel) -> list[Tensor]:
+        return unpack(parcel, self._theirs)
+
+    def free(self, parcel: frames.Parcel) -> None:
+        if parcel.offset is not None:
+            self._line.send(frames.Release((parcel.offset,)))
+
+    def withdraw(self, parcel: frames.Parcel) -> None:
+        if parcel.offset is not None:
+            self._outbox.release(parcel.offset)
 
 
 def unpack(parcel: frames.Parcel, segment: Segment) -> list[Tensor]:

@@ -214,7 +214,7 @@ def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
         model = LanguageModel(config, quotas=shard.table.quotas, shard=place)
         return model, model.part
 
-    shard = Shard(core.send, core.page, settings.shard, make_text)
+    shard = Shard(core.send, core.page, settings.shard, make_text, core.parcels)
     shard.table.metrics_config = settings.metrics
     recorders = shard.table.recorders
     recorders.folder = Path(settings.record_folder) if settings.record_folder else None

@@ -29,7 +29,15 @@ from penstock.protocols.answer_sender import Keep
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.http_reader import MessageHead
-from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, handle_all, unpack
+from penstock.protocols.line import (
+    INLINE_BYTES,
+    MAX_SENT_BYTES,
+    Line,
+    Outbox,
+    ParcelLine,
+    handle_all,
+    unpack,
+)
 from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.serving.scrape import ShardUse
 from penstock.serving.shards import ShardGone, Shards
@@ -191,6 +199,7 @@ class Session:
         self._loop = loop = asyncio.get_running_loop()
         self.child = ChildProcess(loop, spec.start_life, self._hear, died)
         self.line = Line(self.child.send)
+        self.parcels = ParcelLine(self._outbox, self.line, self._requests)
 
     @property
     def num_running(self) -> int:

@@ -45,6 +45,7 @@ from penstock.repository import (
     parameters,
     pbtxt_fields,
     pbtxt_metrics,
+    pbtxt_views,
     pbtxt_warmup,
     pretrained,
     pt2_file,
@@ -101,10 +102,8 @@ MAX_PRIORITIES = 256
 GPU_BACKENDS = frozenset({"onnxruntime", "pytorch", "tensorrt", "null", LLM})
 # Backends that use a GPU by default.
 AUTO_BACKENDS = frozenset({"pytorch", "tensorrt", LLM})
-# Refused as a whole; fields of inputs and outputs are checked one by one.
-UNSUPPORTED = tuple(
-    path for path in sorted(pbtxt_fields.REFUSED) if not path.startswith(("input.", "output."))
-)
+# Refused as a whole.
+UNSUPPORTED = tuple(sorted(pbtxt_fields.REFUSED))
 # Fields without effect for language models, and with an SLO.
 NOT_IN_ENGINES = {
     "model_warmup": "an engine warms up by itself",
@@ -178,6 +177,7 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     describe_tensors(message.output, config.outputs)
     _describe_instances(message.instance_group, config)
     _describe_batching(message, config.batching)
+    pbtxt_views.describe_batch(message, config)
     message.metric_tags.update(config.metric_tags)
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
@@ -261,6 +261,7 @@ def describe_tensors(target: Proto, specs: Sequence[TensorSpec]) -> None:
         for field, value in (("label_filename", spec.label_file), ("optional", spec.is_optional)):
             if field in item.DESCRIPTOR.fields_by_name:
                 setattr(item, field, value)
+        pbtxt_views.describe_tensor(item, spec)
     del target[:num_old]
 
 
@@ -386,6 +387,10 @@ class _Resolver:
             postprocess=reader.postprocess(),
             file=message.default_model_filename,
             options=parameters.options_of(options),
+            batch_inputs=pbtxt_views.read_batch_inputs(message.batch_input, inputs, self._problem),
+            batch_outputs=pbtxt_views.read_batch_outputs(
+                message.batch_output, inputs, outputs, self._problem
+            ),
             slo=reader.slo(),
             record=reader.record((*inputs, *outputs)),
         )
@@ -404,6 +409,7 @@ class _Resolver:
             self._problem(f"parameters.{found[0]}", found[1])
         self._check_tags()
         buckets = pbtxt_metrics.read(message.model_metrics, self._problem)
+        self._problems += [f"{path}: {why}" for path, why in pbtxt_views.conflicts(config)]
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
         )
@@ -611,10 +617,7 @@ class _Resolver:
             self._problem(f"{path}.name", "missing")
         if any(size == 0 or size < -1 for size in item.dims):
             self._problem(f"{path}.dims", f"{list(item.dims)}: each must be positive or -1")
-        if item.HasField("reshape"):
-            self._problem(f"{path}.reshape", "not supported")
-        if kind == "input" and item.allow_ragged_batch:
-            self._problem(f"{path}.allow_ragged_batch", "not supported")
+        max_batch = self._message.max_batch_size
         label_file = item.label_filename if kind == "output" else ""
         return TensorSpec(
             item.name,
@@ -623,6 +626,8 @@ class _Resolver:
             is_optional=kind == "input" and item.optional,
             label_file=label_file,
             labels=self._labels(f"{path}.label_filename", label_file) if label_file else (),
+            reshape=pbtxt_views.read_reshape(item, path, max_batch, self._problem),
+            is_ragged=kind == "input" and item.allow_ragged_batch,
         )
 
     def _labels(self, path: str, file: str) -> tuple[str, ...]:

@@ -22,8 +22,10 @@ _BATCHING = (
 _READ = {
     "": "name platform backend max_batch_size default_model_filename metric_tags",
     "version_policy.": "latest.num_versions all specific.versions",
-    "input.": "name data_type dims optional",
-    "output.": "name data_type dims label_filename",
+    "input.": "name data_type dims optional reshape.shape allow_ragged_batch",
+    "output.": "name data_type dims label_filename reshape.shape",
+    "batch_input.": "kind target_name data_type source_input",
+    "batch_output.": "kind target_name source_input",
     "dynamic_batching.": _BATCHING,
     "dynamic_batching.default_queue_policy.": _QUEUE,
     "dynamic_batching.priority_queue_policy.": _QUEUE,
@@ -45,9 +47,8 @@ GRANTED = frozenset(
 )
 # Refused if set: they change what a model does, and are not supported.
 _REFUSED = (
-    "sequence_batching ensemble_scheduling batch_input batch_output model_operations "
-    "model_transaction_policy.decoupled response_cache.enable model_repository_agents "
-    "input.reshape input.allow_ragged_batch output.reshape"
+    "sequence_batching ensemble_scheduling model_operations "
+    "model_transaction_policy.decoupled response_cache.enable model_repository_agents"
 )
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.

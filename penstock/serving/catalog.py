@@ -22,6 +22,7 @@ from penstock.serving.context import log_about
 from penstock.serving.fleet import Fleet, GpuReservations
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model_table import LoadFailure, ModelTable
+from penstock.serving.owned_model import OwnedModel
 from penstock.serving.pipeline import StagePipeline
 from penstock.serving.placement import Share
 from penstock.serving.scrape import Pending
@@ -326,8 +327,9 @@ class Catalog(ModelTable):
 def pending_of(model: Served) -> list[Pending]:
     """Return the metrics of a model, then those of its stages, if it has any."""
     stages: list[Pending] = []
-    if isinstance(model, StagePipeline):
-        stages += [_pending(stage) for stage in model.models]
+    owned = model.model if isinstance(model, OwnedModel) else model
+    if isinstance(owned, StagePipeline):
+        stages += [_pending(stage) for stage in owned.models]
     elif isinstance(model, ShardedModel):
         figures = zip(model.stages, model.stage_figures, strict=False)
         for stage, (metrics, num_waiting) in figures:

@@ -22,7 +22,8 @@ log = logging.getLogger("penstock.drift")
 def read_references(config: ModelConfig) -> list[ReferenceQuantity]:
     """Return what the version's evidence says about the inputs of this worker; nothing without
     evidence. ConfigError if it cannot be read."""
-    if not config.manifest:
+    # The inputs of a batch that is not rows are not looked at.
+    if not config.manifest or config.joins_requests:
         return []
     manifest = manifests.read(Path(config.manifest).parent)
     return [] if manifest is None else references(config, manifest.evidence)

@@ -132,11 +132,12 @@ class Planner:
         self.slab_bytes = slab_bytes
         has_bytes = any(spec.datatype == "BYTES" for spec in config.inputs)
         # Whether requests can have rows of slabs.
-        self.has_rows = config.max_batch_size > 0 and not has_bytes
+        self.has_rows = config.max_batch_size > 0 and not (has_bytes or config.joins_requests)
         # ONNX strings are UTF-8; a preprocess function may take any bytes.
         self._needs_utf8 = config.backend == "onnxruntime" and config.preprocess is None
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
         self._outputs = {spec.name: index for index, spec in enumerate(config.outputs)}
+        self._has_ragged = any(spec.is_ragged for spec in config.inputs)
         self._num_required = sum(not spec.is_optional for spec in config.inputs)
         self._plans: dict[object, RequestPlan] = {}
         self._geometries: dict[object, Geometry] = {}
@@ -221,9 +222,16 @@ class Planner:
         padded = self._padded(present, own_shapes, num_rows)
         is_padded = padded is not None
         num_tokens = num_rows * self._row_tokens(present, own_shapes, is_padded=is_padded)
-        geometry, length = padded or (self._geometry(present, own_shapes, num_rows), 0)
+        shared = self._shared_shapes(present, own_shapes) if self._has_ragged else own_shapes
+        geometry, length = padded or (self._geometry(present, shared, num_rows), 0)
         unpadded = own_shapes if is_padded else None
         return RequestPlan(geometry, num_rows, order, tuple(sizes), unpadded, length, num_tokens)
+
+    def _shared_shapes(self, present: tuple[int, ...], shapes: Shapes) -> Shapes:
+        """Return the shapes that requests of one batch have in common: all but ragged ones."""
+        specs = [self._config.inputs[index] for index in present]
+        pairs = zip(specs, shapes, strict=True)
+        return tuple(spec.shape if spec.is_ragged else shape for spec, shape in pairs)
 
     def _row_tokens(self, present: tuple[int, ...], shapes: Shapes, *, is_padded: bool) -> int:
         """Return the tokens of a row, by its longest axis; 0 without a token budget."""

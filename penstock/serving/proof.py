@@ -132,6 +132,8 @@ class ProofTrial:
             self._cannot = "it is code that sees only real requests"
         elif any(spec.datatype == "BYTES" for spec in config.inputs):
             self._cannot = "it takes BYTES"
+        elif config.joins_requests:
+            self._cannot = "it gets the requests of a batch as one"
 
     def check_company(self) -> None:
         """Raise Difference if other rows before or after a row change its answer."""

@@ -22,10 +22,12 @@ from penstock.config import LLM, ModelConfig
 from penstock.errors import NotFound
 from penstock.serving.core_link import EngineCore, EnginePart, ModelPart, ShardSetup
 from penstock.serving.explain import Explanation
+from penstock.serving.handed_over import HandedOver
 from penstock.serving.metrics_record import MetricsRecord, record
 from penstock.serving.model import Model
 from penstock.serving.model_gauges import NO_GAUGES
 from penstock.serving.model_table import LoadFailure, ModelTable
+from penstock.serving.parcels import Parcels
 from penstock.serving.pipeline import StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota
 from penstock.serving.served import Served
@@ -148,7 +150,8 @@ class ShardTable(ModelTable):
 
 class Shard:
     """`table` is what requests find. `published` is set when the core has published it first. On
-    the `page`, the cells of this `number` are its own. `make_text` creates language models."""
+    the `page`, the cells of this `number` are its own. `make_text` creates language models;
+    `parcels` is the memory for tensors to and from the core."""
 
     def __init__(
         self,
@@ -156,9 +159,11 @@ class Shard:
         page: SharedPage,
         number: int,
         make_text: MakeText | None = None,
+        parcels: Parcels | None = None,
     ) -> None:
         self._send = send
         self._make_text = make_text
+        self._parcels = parcels
         self._page = page
         self._number = number
         self._loop = asyncio.get_running_loop()
@@ -169,6 +174,8 @@ class Shard:
         self._numbers: dict[int, tuple[int, ...]] = {}
         self._parts: dict[int, tuple[ModelPart, RemoteCore]] = {}
         self._engine_parts: dict[int, EnginePart] = {}
+        # Models whose requests go to the core.
+        self._handed: dict[int, HandedOver] = {}
         self._epoch = -1
         self._ticker = self._loop.call_later(TICK_S, self._tick)
 
@@ -176,6 +183,8 @@ class Shard:
         """Hear what the core says about a stage; `sock` comes with SetWorker and SetEngine."""
         if frame.part in self._engine_parts:
             self._hear_engine(self._engine_parts[frame.part], frame.message, sock)
+        elif isinstance(frame.message, frames.HandBack):
+            self._hear_answer(frame.part, frame.message)
         elif frame.part not in self._parts:
             if sock is not None:
                 sock.close()
@@ -183,6 +192,13 @@ class Shard:
             self._connect(frame, sock)
         else:
             self._hear(*self._parts[frame.part], frame.message)
+
+    def _hear_answer(self, part: int, answer: frames.HandBack) -> None:
+        """Hear the core's answer to a request that was handed over."""
+        if part in self._handed:
+            self._handed[part].hear(answer)
+        elif self._parcels is not None:
+            self._parcels.free(answer.parcel)
 
     @staticmethod
     def _hear(part: ModelPart, core: RemoteCore, message: frames.ToPartMessage) -> None:
@@ -228,6 +244,8 @@ class Shard:
         match question:
             case frames.OpenModel() if question.config.backend == LLM:
                 await self._open_text(question)
+            case frames.OpenModel() if question.config.has_one_owner:
+                self._open_handed(question)
             case frames.OpenModel():
                 self._open(question)
             case frames.Publish():
@@ -272,6 +290,21 @@ class Shard:
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
 
+    def _open_handed(self, opening: frames.OpenModel) -> None:
+        """Open a model whose requests go to the core."""
+        if opening.model in self._models:
+            return
+        assert self._parcels is not None
+        (number,), config = opening.parts, opening.config
+
+        def tell(message: frames.FromPartMessage) -> None:
+            self._send(frames.FromPart(number, message))
+
+        model = self._handed[number] = HandedOver(config, self._parcels, tell)
+        model.recorder = self.table.recorders.open(config, model.metrics)
+        self._models[opening.model] = model
+        self._numbers[opening.model] = opening.parts
+
     async def _open_text(self, opening: frames.OpenModel) -> None:
         """Open a language model; return when its renderer is loaded."""
         if opening.model in self._models:
@@ -309,6 +342,7 @@ class Shard:
         for part in self._numbers.pop(number):
             self._parts.pop(part, None)
             self._engine_parts.pop(part, None)
+            self._handed.pop(part, None)
 
     def _find(self, number: int) -> Served:
         if number not in self._models:

@@ -2,7 +2,8 @@
 
 A shard in a process of its own takes requests (`serving.shard`); here are the core's ends: a
 `ModelPart` per shard and stage that sends frames, and `ShardedModel`, a version whose requests are
-in the shards. Language models have their own (`llm.sharded_text`). Knows neither how shards are
+in the shards. Language models have their own (`llm.sharded_text`), and so have models whose
+requests are the core's (`owned_model`). Knows neither how shards are
 started nor their sockets: `protocols.shard_processes` does. Belongs to the core's event loop.
 """
 
@@ -27,6 +28,7 @@ from penstock.serving.explain import Explanation, SeenShape, mode_of
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.metrics_record import MetricsRecord, add
 from penstock.serving.model_host import HostBlock, ModelHost
+from penstock.serving.parcels import Parcels
 from penstock.serving.pipeline import stages_of
 from penstock.serving.regions import Region
 from penstock.serving.request_recorder import RequestRecorder
@@ -54,6 +56,10 @@ class ShardGone(PenstockError):
 
 class ShardSession(Protocol):
     """The process of a shard."""
+
+    @property
+    def parcels(self) -> Parcels:
+        """The memory for tensors to and from it."""
 
     def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None: ...
 

@@ -21,6 +21,7 @@ from penstock.serving.context import log_about
 from penstock.serving.model import Model
 from penstock.serving.model_host import ModelHost
 from penstock.serving.model_table import ModelTable
+from penstock.serving.owned_model import OwnedModel
 from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
 from penstock.serving.scaler import FindRoom
@@ -123,14 +124,15 @@ class VersionLoader:
     def _make(self, config: ModelConfig) -> Served:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config, self._table.quotas)
-        if self._shards is not None:
+        if self._shards is not None and not config.has_one_owner:
             return ShardedModel(config, self._shards, self._start_life)
         try:
-            return make_model(
+            model = make_model(
                 config, self._start_life, self._table.quotas, regions=self._table.regions
             )
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
+        return model if self._shards is None else OwnedModel(config, self._shards, model)
 
 
 async def finish(work: Coroutine[object, object, None]) -> None:
@@ -149,6 +151,8 @@ async def finish(work: Coroutine[object, object, None]) -> None:
 
 def network_of(model: Served) -> ModelHost | None:
     """Return the workers of a model, without those of earlier stages; None if it has none here."""
+    if isinstance(model, OwnedModel):
+        model = model.model
     if isinstance(model, Model):
         return model.host
     if isinstance(model, StagePipeline):

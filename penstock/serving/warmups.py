@@ -122,7 +122,8 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     """Run zeros at every size of the batch ladder, twice; return the time of each second run.
     Errors of the model are raised. Empty for models with variable shapes, which have no shape to
     warm up with, and for models that see single requests, which only get real ones."""
-    is_unknown = runner.needs_requests or not all(spec.is_fixed for spec in config.inputs)
+    is_unknown = runner.needs_requests or config.joins_requests
+    is_unknown = is_unknown or not all(spec.is_fixed for spec in config.inputs)
     if is_unknown and not runner.has_own_rehearsals:
         return {}
     shapes = [spec.shape for spec in config.inputs]

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.config import GrpcConfig, HttpLimits, MetricsConfig, ModelConfig, TlsConfig
-from penstock.types import Parameter
+from penstock.types import Parameter, RequestedOutput
 
 VERSION = 4
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
@@ -595,6 +595,45 @@ class Left(Frame, tag="left"):
     life: int
 
 
+class HandOver(Frame, tag="hov"):
+    """A request for a model whose requests are all the core's; the pieces of `parcel` are its
+    inputs. `call` numbers the requests of this shard for this model."""
+
+    call: int
+    received: float
+    parcel: Parcel
+    id: str = ""
+    outputs: tuple[RequestedOutput, ...] = ()
+    parameters: dict[str, Parameter] = {}
+    priority: int = 0
+    timeout_s: float | None = None
+    caller: bytes = b""
+    is_mirror: bool = False
+
+
+class TakeBack(Frame, tag="tkb"):
+    """The client of a request that was handed over is gone; no answer is awaited."""
+
+    call: int
+
+
+class HandBack(Frame, tag="hbk"):
+    """An answer to HandOver: outputs as the pieces of `parcel`, or an error with its class. More
+    follow unless it `is_final`. `times` are when the request was queued, dispatched and completed,
+    how long it waited for an instance, and the three parts of its computation."""
+
+    call: int
+    parcel: Parcel
+    is_final: bool = True
+    times: tuple[float, ...] = ()
+    parameters: dict[str, Parameter] = {}
+    error_kind: str = ""
+    error: str = ""
+    # Why it was refused, and when to try again, if that is known.
+    reason: str = ""
+    retry_after_s: float | None = None
+
+
 class EngineReady(Frame, tag="ready"):
     """The engine of a language model is loaded. `built` is how it resolved its options."""
 
@@ -647,8 +686,21 @@ ToPartMessage = (
     | Scaled
     | SetEngine
     | EngineEnded
+    | HandBack
 )
-FromPartMessage = Lost | Answered | MayTry | Tried | Hung | Left | PartLoad | Wake | EngineHung
+FromPartMessage = (
+    Lost
+    | Answered
+    | MayTry
+    | Tried
+    | Hung
+    | Left
+    | PartLoad
+    | Wake
+    | EngineHung
+    | HandOver
+    | TakeBack
+)
 
 
 class ToPart(Frame, tag="tpt"):
@@ -667,7 +719,8 @@ class FromPart(Frame, tag="fpt"):
 
 class OpenModel(Frame, tag="opm"):
     """Prepare to serve a version of a model; `parts` number its stages, `blocks` are theirs on the
-    shared page. A language model is one part and has no block."""
+    shared page. A language model, and one whose requests are handed over, is one part and has no
+    block."""
 
     model: int
     config: ModelConfig

@@ -20,6 +20,7 @@ from waiting import wait_until
 from penstock.serving.shared_page import SharedPage
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
+SHARD = "penstock.protocols.shard_main"
 
 
 class Served:
@@ -104,9 +105,23 @@ class Served:
     def workers(self) -> list[psutil.Process]:
         return self._running("penstock.serving.worker")
 
+    def kill_workers(self) -> None:
+        """Kill all workers at once: while they die, the server sends none of them anything. A
+        request that a dying server repeats with the next victim would have lost two workers."""
+        workers = self.workers()
+        senders = [self.process.pid, *(each.pid for each in self._running(SHARD))]
+        for pid in senders:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            for worker in workers:
+                worker.kill()
+        finally:
+            for pid in senders:
+                os.kill(pid, signal.SIGCONT)
+
     def shards(self) -> list[psutil.Process]:
         """Shards that take connections by now."""
-        found = self._running("penstock.protocols.shard_main")
+        found = self._running(SHARD)
         return [each for each in found if num_sockets(each, psutil.CONN_LISTEN)]
 
     def has_shards(self, number: int) -> bool:

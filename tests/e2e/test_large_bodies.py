@@ -3,7 +3,6 @@ die. Each request has bytes of its own, so memory of another one would be notice
 
 import asyncio
 import json
-import os
 import random
 import signal
 import socket
@@ -145,8 +144,7 @@ async def kill_workers(served: Served, askers: list[Asker], count: int) -> None:
     asker has at most two in flight."""
     for _ in range(count):
         await asyncio.sleep(0.7)
-        for worker in await asyncio.to_thread(served.workers):
-            os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.to_thread(served.kill_workers)
         needed = [asker.num_answers + 2 for asker in askers]
         while any(
             asker.num_answers < number and not asker.is_done

@@ -115,8 +115,7 @@ def test_a_killed_worker_comes_back_and_nothing_is_lost(server, client):
         thread.start()
     while len(answers) < 20:
         time.sleep(0.001)
-    for worker in before:
-        os.kill(worker.pid, signal.SIGKILL)
+    server.kill_workers()
     for thread in threads:
         thread.join()
     assert len(answers) == 400

@@ -13,7 +13,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.llm.checkpoint import made_up, open_checkpoint  # noqa: E402
-from penstock.llm.models.families import LLAMA  # noqa: E402
+from penstock.llm.models.families import LLAMA, QWEN2  # noqa: E402
 from penstock.llm.models.weights import weight_sizes  # noqa: E402
 
 
@@ -38,21 +38,43 @@ def test_a_folder_with_several_files(tmp_path):
     assert_same(open_checkpoint(tmp_path), weights)
 
 
+def gguf_metadata(name: str) -> dict:
+    """Of the tiny model, in this family."""
+    values = {
+        "block_count": 2,
+        "embedding_length": 24,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 8,
+        "feed_forward_length": 40,
+        "context_length": 128,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": 50,
+    }
+    return {"general.architecture": name} | {f"{name}.{key}": values[key] for key in values}
+
+
+def test_a_gguf_file_of_a_family_with_biases(tmp_path):
+    weights = tiny.weights_of(tmp_path, **tiny.QWEN2)
+    assert torch.any(weights["model.layers.1.self_attn.k_proj.bias"] != 0)
+    names = QWEN2.gguf_names(QWEN2.shape_of_config(tiny.QWEN2))
+    tensors = {
+        other: (tuple(weights[name].shape), 0, floats(weights[name].numpy()))
+        for name, other in names.items()
+    }
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(gguf(gguf_metadata("qwen2"), tensors))
+    assert_same(open_checkpoint(path), weights)
+    del tensors["blk.1.attn_k.bias"]
+    path.write_bytes(gguf(gguf_metadata("qwen2"), tensors))
+    with pytest.raises(ConfigError, match=r"no tensor 'blk\.1\.attn_k\.bias'"):
+        open_checkpoint(path)
+
+
 def test_a_gguf_file_is_the_same_model(tmp_path):
     weights = tiny.weights_of(tmp_path)
     shape = LLAMA.shape_of_config(tiny.CONFIG)
-    metadata = {
-        "general.architecture": "llama",
-        "llama.block_count": 2,
-        "llama.embedding_length": 24,
-        "llama.attention.head_count": 6,
-        "llama.attention.head_count_kv": 2,
-        "llama.attention.key_length": 8,
-        "llama.feed_forward_length": 40,
-        "llama.context_length": 128,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.vocab_size": 50,
-    }
+    metadata = gguf_metadata("llama")
     tensors = {}
     for name, other in LLAMA.gguf_names(shape).items():
         values = weights[name].numpy()

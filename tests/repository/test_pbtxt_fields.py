@@ -28,6 +28,14 @@ BUCKETS = (
 )
 BUCKET_FIELDS = ("metric_identifier.family", "histogram_options.buckets")
 QUEUES = "dynamic_batching { priority_levels: 1 default_priority_level: 1 %s }"
+BATCH_FIELDS = ("kind", "target_name", "data_type", "source_input")
+BATCH_INPUT = (
+    "batch_input { kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: 'ends' "
+    "data_type: TYPE_INT32 source_input: 'x' }"
+)
+BATCH_OUTPUT = (
+    "batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: 'y' source_input: 'x' }"
+)
 # For each field that is read: what it is set beside, and a value that changes something.
 READ = {
     "name": ("", 'name: "other"'),
@@ -41,6 +49,20 @@ READ = {
     "input.data_type": ("", 'input { name: "a" data_type: TYPE_FP32 dims: 1 }'),
     "input.dims": ("", 'input { name: "a" data_type: TYPE_FP32 dims: 1 }'),
     "input.optional": ("", 'input { name: "a" data_type: TYPE_FP32 dims: 1 optional: true }'),
+    "input.reshape.shape": (
+        "",
+        'input { name: "a" data_type: TYPE_FP32 dims: 1 reshape { shape: [ 1, 1 ] } }',
+    ),
+    "input.allow_ragged_batch": (
+        "",
+        'input { name: "a" data_type: TYPE_FP32 dims: 1 allow_ragged_batch: true }',
+    ),
+    "output.reshape.shape": (
+        "",
+        'output { name: "b" data_type: TYPE_FP32 dims: 1 reshape { shape: [ 1, 1 ] } }',
+    ),
+    **{f"batch_input.{name}": ("", BATCH_INPUT) for name in BATCH_FIELDS},
+    **{f"batch_output.{name}": ("", BATCH_OUTPUT) for name in BATCH_FIELDS if name != "data_type"},
     "output.name": ("", 'output { name: "b" data_type: TYPE_FP32 dims: 1 }'),
     "output.data_type": ("", 'output { name: "b" data_type: TYPE_FP32 dims: 1 }'),
     "output.dims": ("", 'output { name: "b" data_type: TYPE_FP32 dims: 1 }'),

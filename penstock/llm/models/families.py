@@ -1,16 +1,21 @@
 """Model families: names of their configuration fields and weights.
 
 All families share one `decoder`, so a family only maps a configuration to a `DecoderShape`, and
-weight names of GGUF files to those of the decoder. `FAMILIES` is the public list.
+the decoder's weights to those of files, whose names and layout may differ. `FAMILIES` is the public
+list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.llm.models.shape import DecoderShape, Reader, Rope, rope_of_config
+from penstock.llm.models.weights import weight_sizes
 from penstock.types import Array
 
 LABEL = "config.json"
@@ -43,6 +48,15 @@ HEAD_NORMS = {
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
 }
+QKV_BIASES = {f"self_attn.{name}_proj.bias": f"attn_{name}.bias" for name in "qkv"}
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlace:
+    """A weight in a file: the rows from `start` on of the tensor with this name."""
+
+    name: str
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,13 @@ class ModelFamily:
     architectures: tuple[str, ...]
     # RMSNorm on each head of queries and keys.
     has_qk_norm: bool = False
+    # Whether queries, keys and values have a bias; None: config.json says so, for all of attention.
+    has_qkv_bias: bool | None = None
+    # Whether `sliding_window` of config.json always applies. Contexts are then limited to the
+    # window, within which attention is the same.
+    has_window: bool = False
+    # Linear layers of files that are several of the decoder's, one after the other.
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Default of config.json; None: the width divided by the number of heads.
     head_size: int | None = None
     # GGUF files store RoPE pairs next to each other; the decoder has them half a head apart.
@@ -61,20 +82,53 @@ class ModelFamily:
     def shape_of_config(self, values: Mapping[str, object]) -> DecoderShape:
         reader = Reader(values, LABEL)
         is_tied = reader.flag("tie_word_embeddings", False)
-        has_bias = reader.flag("attention_bias", False)
-        epsilon, rope = reader.real("rms_norm_eps", 1e-6), rope_of_config(values, LABEL)
+        has_bias = reader.flag("attention_bias", False) and self.has_qkv_bias is None
+        epsilon = reader.real("rms_norm_eps", 1e-6)
         for key, served in UNSERVED.items():
             if values.get(key, served) != served:
                 reader.problems.append(f"{LABEL}: {key} is {values[key]!r}; expected {served!r}")
         sizes = _sizes(reader, {name: keys[0] for name, keys in KEYS.items()}, self.head_size)
+        rope = rope_of_config(values, LABEL, sizes["head_size"])
+        limits = [sizes["max_length"]]
+        if self.has_window and values.get("sliding_window") is not None:
+            limits.append(reader.whole("sliding_window"))
+        if rope.kind == "longrope":
+            limits.append(rope.original_length)
+        reader.check()
+        sizes["max_length"] = min(limits)
         return DecoderShape(
             **sizes,
             epsilon=epsilon,
             rope=rope,
             is_tied=is_tied,
             has_qk_norm=self.has_qk_norm,
-            has_bias=has_bias,
+            has_qkv_bias=has_bias or bool(self.has_qkv_bias),
+            has_out_bias=has_bias,
         )
+
+    def file_places(self, shape: DecoderShape) -> dict[str, FilePlace]:
+        """Return where a Hugging Face file has each weight, by the decoder's names."""
+        sizes = weight_sizes(shape)
+        places = {name: FilePlace(name) for name in sizes}
+        for number in range(shape.num_layers):
+            for whole, parts in self.joined.items():
+                start, prefix = 0, f"model.layers.{number}."
+                for part in parts:
+                    places[prefix + part] = FilePlace(prefix + whole, start)
+                    start += sizes[prefix + part][0]
+        return places
+
+    def from_file(self, name: str, values: Tensor, shape: DecoderShape) -> Tensor:
+        """Convert a weight from its layout in a Hugging Face file to the decoder's. If only a part
+        of each head is rotated, that part begins both halves of a head here."""
+        half, num_pairs = shape.head_size // 2, shape.rope.num_pairs(shape.head_size)
+        if num_pairs == half or not name.endswith(("q_proj.weight", "k_proj.weight")):
+            return values
+        rotated, rest = torch.arange(2 * num_pairs), torch.arange(2 * num_pairs, 2 * half)
+        order = torch.cat(
+            [part for pair in zip(rotated.chunk(2), rest.chunk(2), strict=True) for part in pair]
+        )
+        return values.unflatten(0, (-1, shape.head_size))[:, order].flatten(0, 1)
 
     def shape_of_gguf(self, values: Mapping[str, object]) -> DecoderShape:
         reader, prefix = Reader(values, "GGUF"), self.name
@@ -90,7 +144,8 @@ class ModelFamily:
             rope=rope,
             is_tied=True,
             has_qk_norm=self.has_qk_norm,
-            has_bias=False,
+            has_qkv_bias=bool(self.has_qkv_bias),
+            has_out_bias=False,
         )
 
     def gguf_names(self, shape: DecoderShape) -> dict[str, str]:
@@ -101,7 +156,8 @@ class ModelFamily:
         }
         if not shape.is_tied:
             names["lm_head.weight"] = "output.weight"
-        of_layers = OF_LAYERS | (HEAD_NORMS if self.has_qk_norm else {})
+        of_layers = OF_LAYERS | (HEAD_NORMS if shape.has_qk_norm else {})
+        of_layers |= QKV_BIASES if shape.has_qkv_bias else {}
         for number in range(shape.num_layers):
             for name, other in of_layers.items():
                 names[f"model.layers.{number}.{name}"] = f"blk.{number}.{other}"
@@ -143,9 +199,23 @@ def _rope_of_gguf(reader: Reader, values: Mapping[str, object], prefix: str) -> 
 
 # Also models of the same architecture, such as SmolLM2 and TinyLlama.
 LLAMA = ModelFamily("llama", ("LlamaForCausalLM", "llama"), has_adjacent_pairs=True)
+# Its GGUF files say llama.
+MISTRAL = ModelFamily("mistral", ("MistralForCausalLM",), has_window=True)
+# Also Qwen2.5.
+QWEN2 = ModelFamily("qwen2", ("Qwen2ForCausalLM", "qwen2"), has_qkv_bias=True)
 # Dense models.
 QWEN3 = ModelFamily("qwen3", ("Qwen3ForCausalLM", "qwen3"), has_qk_norm=True, head_size=128)
-FAMILIES = (LLAMA, QWEN3)
+# Also Phi-3.5 and Phi-4.
+PHI3 = ModelFamily(
+    "phi3",
+    ("Phi3ForCausalLM",),
+    has_window=True,
+    joined={
+        "self_attn.qkv_proj.weight": tuple(f"self_attn.{each}_proj.weight" for each in "qkv"),
+        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    },
+)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
 
 
 def family_of(architecture: str) -> ModelFamily:

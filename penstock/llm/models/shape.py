@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError
 
 Number = int | float
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class Rope:
     """Rotary position embedding. `kind` says how it extends beyond the length of training."""
 
     theta: float = 10_000.0
-    # "" (unchanged), "linear" (positions divided by the factor), "llama3" (low frequencies only).
+    # "" (unchanged), "linear" (positions divided by the factor), "llama3" (low frequencies only),
+    # "longrope" (each frequency by its divisor, up to the original length).
     kind: str = ""
     factor: float = 1.0
     low_factor: float = 1.0
@@ -24,10 +26,26 @@ class Rope:
     original_length: int = 8192
     # Divisor of each frequency, if the file has them.
     divisors: tuple[float, ...] = ()
+    # Factor of rotated queries and keys.
+    magnitude: float = 1.0
+    # Share of a head that is rotated: the first values of each half.
+    share: float = 1.0
+
+    def num_pairs(self, head_size: int) -> int:
+        """Return how many pairs of values are rotated."""
+        return int(head_size * self.share) // 2
 
     def frequencies(self, head_size: int) -> list[float]:
         """Return the radians per position of each pair of values."""
-        plain = [self.theta ** (-2 * i / head_size) for i in range(head_size // 2)]
+        num_pairs = self.num_pairs(head_size)
+        rotated = self._rotated([self.theta ** (-i / num_pairs) for i in range(num_pairs)])
+        return rotated + [0.0] * (head_size // 2 - num_pairs)
+
+    def magnitudes(self, head_size: int) -> list[float]:
+        num_pairs = self.num_pairs(head_size)
+        return [self.magnitude] * num_pairs + [1.0] * (head_size // 2 - num_pairs)
+
+    def _rotated(self, plain: list[float]) -> list[float]:
         if self.divisors:
             return [each / divisor for each, divisor in zip(plain, self.divisors, strict=True)]
         if self.kind == "linear":
@@ -64,8 +82,9 @@ class DecoderShape:
     is_tied: bool
     # RMSNorm on each head of queries and keys.
     has_qk_norm: bool = False
-    # All linear layers of attention have a bias.
-    has_bias: bool = False
+    # Biases of the linear layers before attention, and of the one behind it.
+    has_qkv_bias: bool = False
+    has_out_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -114,6 +133,17 @@ class Reader:
             self._missing(key, found, "true or false")
         return bool(found)
 
+    def reals(self, key: str, count: int) -> tuple[float, ...]:
+        found = self._values.get(key)
+        if (
+            isinstance(found, list)
+            and len(found) == count
+            and all(isinstance(each, Number) and each > 0 for each in found)
+        ):
+            return tuple(map(float, found))
+        self._missing(key, found, f"{count} positive numbers")
+        return (1.0,) * count
+
     def part(self, key: str) -> Mapping[str, object]:
         found = self._values.get(key) or {}
         if not isinstance(found, Mapping):
@@ -130,22 +160,46 @@ class Reader:
         self.problems.append(f"{self._label}: {key} {got}; expected {expected}")
 
 
-def rope_of_config(values: Mapping[str, object], label: str) -> Rope:
+def rope_of_config(values: Mapping[str, object], label: str, head_size: int) -> Rope:
     """Read config.json: the older `rope_theta` with `rope_scaling`, or `rope_parameters`."""
     reader = Reader(values, label)
     told = {**reader.part("rope_scaling"), **reader.part("rope_parameters")}
     inner = Reader(told, f"{label}: rope")
     theta = (inner if "rope_theta" in told else reader).real("rope_theta", 10_000.0)
+    key = "partial_rotary_factor"
+    share = (inner if key in told else reader).real(key, 1.0)
+    if share > 1 or head_size * share % 2:
+        reader.problems.append(f"{label}: {key} is {share}; expected a share of {head_size}, even")
     kind = str(told.get("rope_type", told.get("type", "default")))
-    if kind not in ("default", "linear", "llama3"):
-        reader.problems.append(f"{label}: rope of type '{kind}'; expected linear or llama3")
-    found = Rope(theta)
+    found = Rope(theta, share=share)
     if kind == "linear":
-        found = Rope(theta, kind, inner.real("factor"))
+        found = replace(found, kind=kind, factor=inner.real("factor"))
     elif kind == "llama3":
         factor, low, high = map(inner.real, ("factor", "low_freq_factor", "high_freq_factor"))
-        length = inner.whole("original_max_position_embeddings")
-        found = Rope(theta, kind, factor, low, high, length)
+        length = inner.whole(ORIGINAL_LENGTH)
+        found = Rope(theta, kind, factor, low, high, length, share=share)
+    elif kind in ("longrope", "su"):
+        length = (inner if ORIGINAL_LENGTH in told else reader).whole(ORIGINAL_LENGTH)
+        longest = reader.whole("max_position_embeddings")
+        found = replace(
+            found,
+            kind="longrope",
+            original_length=length,
+            divisors=inner.reals("short_factor", found.num_pairs(head_size)),
+            magnitude=_longrope_magnitude(told, longest / length, length),
+        )
+    elif kind != "default":
+        known = "linear, llama3 or longrope"
+        reader.problems.append(f"{label}: rope of type '{kind}'; expected {known}")
     reader.problems += inner.problems
     reader.check()
     return found
+
+
+def _longrope_magnitude(told: Mapping[str, object], factor: float, length: int) -> float:
+    """Return what LongRoPE multiplies queries and keys with: more, the longer the context can be,
+    unless the file says how much."""
+    own = told.get("attention_factor")
+    if isinstance(own, Number) and not isinstance(own, bool):
+        return float(own)
+    return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0

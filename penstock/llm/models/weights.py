@@ -55,8 +55,8 @@ def make_layer(
 
     return DecoderLayer(
         place(f"{prefix}.input_layernorm.weight"),
-        make(*attention, has_bias=shape.has_bias),
-        make(f"{prefix}.self_attn.o_proj", has_bias=shape.has_bias),
+        make(*attention, has_bias=shape.has_qkv_bias),
+        make(f"{prefix}.self_attn.o_proj", has_bias=shape.has_out_bias),
         None if norms is None else (norms[0], norms[1]),
         place(f"{prefix}.post_attention_layernorm.weight"),
         make(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
@@ -68,7 +68,8 @@ def make_rope_table(shape: DecoderShape) -> Tensor:
     """Return the RoPE table [positions, 2, half a head]: cosines and sines."""
     frequencies = torch.tensor(shape.rope.frequencies(shape.head_size), dtype=torch.float64)
     angles = torch.arange(shape.max_length, dtype=torch.float64)[:, None] * frequencies
-    return torch.stack([angles.cos(), angles.sin()], 1).float()
+    table = torch.stack([angles.cos(), angles.sin()], 1)
+    return (table * torch.tensor(shape.rope.magnitudes(shape.head_size))).float()
 
 
 def weight_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
@@ -88,11 +89,13 @@ def weight_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
     }
     if shape.has_qk_norm:
         layer |= {f"self_attn.{name}_norm.weight": (shape.head_size,) for name in "qk"}
-    if shape.has_bias:
+    if shape.has_qkv_bias:
         layer |= {
             f"self_attn.{name}_proj.bias": (size,)
-            for name, size in zip("qkvo", (queries, keys, keys, width), strict=True)
+            for name, size in zip("qkv", (queries, keys, keys), strict=True)
         }
+    if shape.has_out_bias:
+        layer["self_attn.o_proj.bias"] = (width,)
     found: dict[str, tuple[int, ...]] = {EMBEDDINGS: (shape.vocabulary, width), NORM: (width,)}
     if not shape.is_tied:
         found[HEAD] = shape.vocabulary, width

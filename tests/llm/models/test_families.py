@@ -26,7 +26,15 @@ GGUF = {
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [("LlamaForCausalLM", "llama"), ("llama", "llama"), ("Qwen3ForCausalLM", "qwen3")],
+    [
+        ("LlamaForCausalLM", "llama"),
+        ("llama", "llama"),
+        ("MistralForCausalLM", "mistral"),
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("qwen2", "qwen2"),
+        ("Qwen3ForCausalLM", "qwen3"),
+        ("Phi3ForCausalLM", "phi3"),
+    ],
 )
 def test_by_architecture(architecture, name):
     assert family_of(architecture).name == name
@@ -47,7 +55,7 @@ def test_no_architecture_is_of_two_families():
 def test_a_configuration():
     shape = LLAMA.shape_of_config(tiny.CONFIG)
     assert (shape.num_layers, shape.width, shape.group, shape.head_size) == (2, 24, 3, 8)
-    assert shape.is_tied and not shape.has_qk_norm and not shape.has_bias
+    assert shape.is_tied and not shape.has_qk_norm and not shape.has_qkv_bias
 
 
 def test_heads_have_their_share_of_the_width_unless_told():

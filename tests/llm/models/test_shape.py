@@ -61,6 +61,9 @@ class TestRope:
         assert slowed == sorted(slowed, reverse=True)
 
 
+LENGTHS = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131072}
+
+
 class TestConfig:
     @pytest.mark.parametrize(
         ("values", "expected"),
@@ -71,10 +74,20 @@ class TestConfig:
             ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, Rope(5e5, "llama3", 8.0)),
             ({"rope_scaling": {"type": "linear", "factor": 2}}, Rope(1e4, "linear", 2.0)),
             ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, Rope(7.0)),
+            ({"partial_rotary_factor": 0.25}, Rope(share=0.25)),
+            (
+                {**LENGTHS, "rope_scaling": {"type": "su", "short_factor": [2] * 8}},
+                Rope(
+                    kind="longrope",
+                    original_length=4096,
+                    divisors=(2.0,) * 8,
+                    magnitude=math.sqrt(1 + 5 / 12),
+                ),
+            ),
         ],
     )
     def test_older_and_newer_forms(self, values, expected):
-        assert rope_of_config(values, "config.json") == expected
+        assert rope_of_config(values, "config.json", 16) == expected
 
     @pytest.mark.parametrize(
         ("values", "problem"),
@@ -82,12 +95,18 @@ class TestConfig:
             ({"rope_theta": -1}, "rope_theta is -1; expected a positive number"),
             ({"rope_scaling": {"rope_type": "yarn"}}, "rope of type 'yarn'; expected linear"),
             ({"rope_scaling": {"rope_type": "linear"}}, "rope: factor is missing"),
+            ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected a share"),
+            ({"partial_rotary_factor": 0.3}, "partial_rotary_factor is 0.3; expected a share"),
+            (
+                {**LENGTHS, "rope_scaling": {"type": "longrope", "short_factor": [2]}},
+                "short_factor is [2]; expected 8 positive numbers",
+            ),
             ({"rope_scaling": [1]}, "rope_scaling is [1]; expected an object"),
         ],
     )
     def test_what_makes_no_sense_is_told(self, values, problem):
         with pytest.raises(ConfigError) as error:
-            rope_of_config(values, "config.json")
+            rope_of_config(values, "config.json", 16)
         assert any(problem in each for each in error.value.problems)
 
 
