@@ -431,12 +431,7 @@ class _Resolver:
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
             notes=tuple(self._notes),
-            warnings=(
-                *self._warnings,
-                *pbtxt_fields.unused(message),
-                *_ineffective(config, message),
-                *skipped,
-            ),
+            warnings=(*self._warnings, *_ineffective(config, message), *skipped),
         )
 
     def _with_labels(self, config: ModelConfig) -> ModelConfig:
@@ -742,7 +737,7 @@ class _Resolver:
 
 
 def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
-    """Return warnings about fields that have no effect combined with the rest of this file."""
+    """Return warnings about fields that have no effect, at all or with the rest of this file."""
     found: list[tuple[str, str]] = []
     policy = config.batching
     is_text = config.backend == LLM
@@ -763,7 +758,7 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{parameters.PREPROCESS}", why))
     found += _without_engine(config, message)
     warnings = [f"{path}: has no effect; {why}" for path, why in found]
-    return [*warnings, *parameters.unknown_options(config)]
+    return [*pbtxt_fields.unused(message), *warnings, *parameters.unknown_options(config)]
 
 
 def _without_engine(config: ModelConfig, message: Proto) -> list[tuple[str, str]]:
