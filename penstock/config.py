@@ -336,6 +336,8 @@ class ModelConfig:
     first_response_ms: tuple[float, ...] = ()
     # Whether answers may come from the response cache, if the server has one.
     is_cached: bool = False
+    # Files with their MD5 digests, which are compared before the model is loaded.
+    checksums: tuple[tuple[str, str], ...] = ()
     # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
     # None: not configured; a server that has a folder for recordings records by the defaults.
