@@ -36,6 +36,7 @@ class ServeKeywords(TypedDict, total=False):
     allow_host: Sequence[str]
     shared_memory: bool
     record: PathText
+    cache_config: Sequence[str]
     max_body_bytes: int
     max_json_bytes: int
     grpc_max_message_bytes: int
@@ -44,6 +45,8 @@ class ServeKeywords(TypedDict, total=False):
     log_level: str | None
     log_format: str | None
     log_requests: bool
+    metrics_config: Sequence[str]
+    metrics_interval_ms: float
     price: float | None
 
 
