@@ -555,6 +555,14 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPermissions:
+    """What an operator lets administrators send with a load."""
+
+    files: bool = False
+    code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class HttpLimits:
     max_body_bytes: int = 64 * MIB
     # JSON is decoded on the event loop, so large bodies delay all requests.

@@ -12,6 +12,7 @@ from penstock.config import (
     CacheConfig,
     GrpcConfig,
     HttpLimits,
+    LoadPermissions,
     MetricsConfig,
     TlsConfig,
 )
@@ -150,6 +151,18 @@ class ServeOptions:
         "of the server's user, and tensors in it are not sent. Needs the scope shared_memory.",
         value=False,
     )
+    allow_load_files: bool = security_flag(
+        "Let administrators load models from files that they send",
+        "Needs explicit mode and the scope admin. Switch it on where a pipeline deploys models "
+        "over the API; the files last until the model is loaded again.",
+        value=False,
+    )
+    allow_load_code: bool = security_flag(
+        "Let administrators send code with a load",
+        "Whoever has an admin key can then run any code as the server's user: model.py, .pt2 and "
+        "everything else that a backend executes. Needs --allow-load-files for files.",
+        value=False,
+    )
     record: str = record_flag(
         "Folder for recordings of requests and answers",
         "Records 1 % of the requests of every model, in at most 64 MB per model; penstock.record "
@@ -262,6 +275,10 @@ class ServeOptions:
     @property
     def limits(self) -> HttpLimits:
         return HttpLimits(self.max_body_bytes, self.max_json_bytes)
+
+    @property
+    def load_permissions(self) -> LoadPermissions:
+        return LoadPermissions(self.allow_load_files, self.allow_load_code)
 
     @property
     def is_explicit(self) -> bool:

@@ -37,7 +37,7 @@ from penstock.config import (
     QueuePolicy,
     Warmup,
 )
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import (
     accelerators,
     foreign_models,
@@ -141,6 +141,21 @@ def parse(text: str, where: str = "config.pbtxt") -> Proto:
             return text_format.Parse(text, _types().ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def parse_json(text: str, where: str) -> Proto:
+    """Parse the JSON form of a message, with the names of fields as in config.pbtxt."""
+    from google.protobuf import json_format
+
+    try:
+        return json_format.Parse(text, _types().ModelConfig())
+    except (json_format.ParseError, RecursionError) as error:
+        raise InvalidRequest(f"{where}: {first_line(error)}") from None
+
+
+def named_backend(message: Proto) -> str:
+    """Return the backend that a message names, or means by its platform; empty if it names none."""
+    return str(message.backend or PLATFORMS.get(message.platform, message.platform))
 
 
 def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
