@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.backends.current import Current
 from penstock.errors import NotReady
 from penstock.types import Parameter, Tensor
 
@@ -56,20 +56,18 @@ class CallLine(Protocol):
         final one or until it is cancelled. PenstockError if it cannot be sent."""
 
 
-# Of the batch that this thread or task runs; threads that the model starts get the last one.
-_current: ContextVar[CallLine | None] = ContextVar("current", default=None)
-_last: list[CallLine] = []
+# Of the batch that runs.
+_line: Current[CallLine] = Current("line")
 
 
-def use(line: CallLine) -> None:
+def use(line: CallLine | None) -> None:
     """Send the calls of the batch that is about to start, and of what it starts, here."""
-    _current.set(line)
-    _last[:] = [line]
+    _line.set(line)
 
 
 def find_line() -> CallLine:
     """Return where calls go; NotReady if there is no server."""
-    line = _current.get() or next(iter(_last), None)
+    line = _line.get()
     if line is None:
         raise NotReady(NO_CALLS)
     return line

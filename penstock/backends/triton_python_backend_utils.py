@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from penstock.backends.current import Current
 from penstock.types import DATATYPES, Array, Parameter
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class PbTensor:
 
 # The name that models of Triton use.
 Tensor = PbTensor
+# The folder of the version whose code runs; not in Triton's interface.
+MODEL_DIR: Current[str] = Current("model_dir")
 
 
 class InferenceRequest:
@@ -339,6 +342,14 @@ class AutoConfig:
             raise ValueError(f"{kind} has no {', '.join(missing)}")
         others = [each for each in self._values[kind] if each["name"] != properties["name"]]
         self._values[kind] = [*others, dict(properties)]
+
+
+def get_model_dir() -> str:
+    """Return the folder of the model's version, which has `model.py`."""
+    folder = MODEL_DIR.get()
+    if folder is None:
+        raise TritonModelException("get_model_dir: no model is loaded")
+    return folder
 
 
 def v2_datatype(data_type: str) -> str:

@@ -129,17 +129,17 @@ class WorkerCalls:
 
     def close(self) -> None:
         """Fail what is open, and refuse what comes."""
+        if self._poll.closed:
+            return
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
             lost = self._take(lambda call: True)
         _fail_all(lost, CalledAnswer(error_kind="NotReady", error=CLOSED))
         if self._thread is not None:
             os.eventfd_write(self._wake_fd, 1)
             self._thread.join()
-        for channel in self._channels.values():
-            channel.close()
+        for link in list(self._channels):
+            self._drop(link)
         self._poll.close()
         os.close(self._wake_fd)
 
