@@ -54,6 +54,8 @@ class VersionLoader:
         self._makers = makers
         self._shards = shards
         self._find_room = find_room
+        # Hears of each version whose files nobody reads any more.
+        self.on_end: Callable[[ModelConfig], object] = lambda config: None
         # Descriptors that mark the files of loaded versions as in use, by the model's id.
         self._holds: dict[int, int] = {}
         self._limit = asyncio.Semaphore(MAX_LOADING)
@@ -112,6 +114,7 @@ class VersionLoader:
         await model.close()
         if (held := self._holds.pop(id(model), None)) is not None:
             os.close(held)
+        self.on_end(model.config)
 
     def _create(self, config: ModelConfig) -> Served:
         self._table.recorders.check(config)

@@ -883,7 +883,8 @@ class UseTokens(Frame, tag="ust"):
 
 class Manage(Frame, tag="mng"):
     """A management call of a shard's gRPC client, as `serving.management.ManagementCall`. `caller`
-    is the digest of its API key, which the shard has checked."""
+    is the digest of its API key, which the shard has checked. The pieces of `parcel` are the files
+    of a load, by the names of their parameters."""
 
     call: int
     action: str
@@ -891,6 +892,7 @@ class Manage(Frame, tag="mng"):
     model_version: str
     parameters: dict[str, Parameter]
     caller: bytes
+    parcel: Parcel = msgspec.field(default_factory=Parcel)
 
 
 class Managed(Frame, tag="mngd"):
