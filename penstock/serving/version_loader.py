@@ -132,7 +132,11 @@ class VersionLoader:
             return ShardedModel(config, self._shards, self._start_life)
         try:
             model = make_model(
-                config, self._start_life, self._table.quotas, regions=self._table.regions
+                config,
+                self._start_life,
+                self._table.quotas,
+                regions=self._table.regions,
+                callees=self._table,
             )
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
