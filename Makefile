@@ -21,7 +21,7 @@ PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
 	$(addprefix tests/benchmark/test_,ci_gate.py exchange.py messages.py recorder.py verdicts.py) \
 	$(addprefix tests/optimizer/test_,binomial.py budget.py columns.py goals.py outcomes.py plan_file.py scores.py time_plan.py)
 
-.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-operate verify-shards verify-deploy verify-monitoring verify-ray verify-scaling fuzz bench-gate bench-serving clean
+.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-operate verify-shards verify-deploy verify-monitoring verify-ray verify-scaling verify-triton fuzz bench-gate bench-serving clean
 
 # Optimise a sentiment classifier to a latency target: under 3 minutes, plus set-up on the first run.
 demo: $(READY)
@@ -97,6 +97,11 @@ verify-deploy: $(READY)
 verify-scaling: $(READY)
 	$(BIN)/python -m pytest tests/operate/test_scaling_replay.py tests/e2e/test_scaling_served.py
 	$(BIN)/python benchmarks/autoscaling.py
+
+# Exported repositories in a real Triton (from PyPI, its Python backend); what is missing fails.
+# Two minutes, after the download of half a gigabyte.
+verify-triton: $(READY)
+	$(BIN)/python -m pytest tests/e2e/test_triton_export.py -m verify -v -s
 
 # A model's life in production under load: a canary that is promoted in steps, and two planted faults
 # that are rolled back; at most 10 minutes on two cores.
