@@ -21,7 +21,7 @@ PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
 	$(addprefix tests/benchmark/test_,ci_gate.py exchange.py messages.py recorder.py verdicts.py) \
 	$(addprefix tests/optimizer/test_,binomial.py budget.py columns.py goals.py outcomes.py plan_file.py scores.py time_plan.py)
 
-.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-operate verify-shards verify-deploy verify-monitoring verify-ray verify-scaling verify-triton fuzz bench-gate bench-serving clean
+.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-operate verify-shards verify-deploy verify-monitoring verify-triton verify-ray verify-scaling fuzz bench-gate bench-serving clean
 
 # Optimise a sentiment classifier to a latency target: under 3 minutes, plus set-up on the first run.
 demo: $(READY)
@@ -84,6 +84,13 @@ $(RAY)/.ready: pyproject.toml
 verify-monitoring: $(READY)
 	$(BIN)/python -m pytest tests/deploy/test_monitoring.py
 
+# What Triton needs other programs for: the response cache in a real Redis (Debian package
+# redis-server), exported repositories in a real Triton (from PyPI, half a gigabyte, its Python
+# backend only). What is missing fails. About two minutes, after the downloads.
+verify-triton: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[redis]"
+	$(BIN)/python -m pytest -v -m verify tests/e2e/test_redis_cache.py tests/e2e/test_triton_export.py
+
 # The image, compose.yaml, rendered pods behind haproxy, schemas of all kinds, the chart, the unit:
 # real podman, Prometheus and haproxy, as root. What is missing fails. CHECK=pods runs the tests
 # with this in their name. TEST_BASE is a base image from a registry; without it, debootstrap makes
@@ -97,11 +104,6 @@ verify-deploy: $(READY)
 verify-scaling: $(READY)
 	$(BIN)/python -m pytest tests/operate/test_scaling_replay.py tests/e2e/test_scaling_served.py
 	$(BIN)/python benchmarks/autoscaling.py
-
-# Exported repositories in a real Triton (from PyPI, its Python backend); what is missing fails.
-# Two minutes, after the download of half a gigabyte.
-verify-triton: $(READY)
-	$(BIN)/python -m pytest tests/e2e/test_triton_export.py -m verify -v -s
 
 # A model's life in production under load: a canary that is promoted in steps, and two planted faults
 # that are rolled back; at most 10 minutes on two cores.
