@@ -55,7 +55,7 @@ class EmbeddedServer:
         keys = None if self._key_file is None else self._key_file.read()
         hosts = frozenset(host.lower() for host in options.allow_host)
         self.gate = gate = Gate(keys, hosts or None)
-        fleet = Fleet(options.gpu_memory_reserve)
+        fleet = Fleet(options.gpu_memory_reserve, policies=options.host_policies)
         self.catalog = Catalog(fleet=fleet, makers={LLM: make_text_model})
         self.catalog.regions.is_allowed = options.shared_memory
         if keys is not None:

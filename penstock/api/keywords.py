@@ -48,6 +48,7 @@ class ServeKeywords(TypedDict, total=False):
     log_format: str | None
     log_requests: bool
     metrics_config: Sequence[str]
+    host_policy: Sequence[str]
     metrics_interval_ms: float
     price: float | None
 

@@ -458,6 +458,7 @@ class _Resolver:
         refused = (*pbtxt_views.conflicts(config), *pbtxt_placement.problems(message, backend))
         self._problems += [f"{path}: {why}" for path, why in refused]
         digests, warmups = self._files(backend, inputs, max_batch)
+        policies = self._host_policies(backend)
         if self._problems:
             raise ConfigError(self._problems)
         config = replace(config.on(placed), is_gpu_optional=is_optional)
@@ -466,6 +467,7 @@ class _Resolver:
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
             checksums=digests,
+            host_policies=policies,
             is_cached=message.response_cache.enable and backend != LLM,
             warmups=warmups,
             written=to_text(message),
@@ -564,6 +566,14 @@ class _Resolver:
         except ConfigError as error:
             self._problem("cc_model_filenames", error.problems[0])
             return ""
+
+    def _host_policies(self, backend: str) -> dict[str, str]:
+        groups = pbtxt_placement.active(self._message.instance_group)
+        try:
+            return pbtxt_placement.host_policies(groups, lambda each: _devices(each, backend))
+        except ConfigError as error:
+            self._problem("instance_group.host_policy", error.problems[0])
+            return {}
 
     def _check_script(self, path: Path, label: str) -> None:
         try:

@@ -31,7 +31,8 @@ _READ = {
     "dynamic_batching.": _BATCHING,
     "dynamic_batching.default_queue_policy.": _QUEUE,
     "dynamic_batching.priority_queue_policy.": _QUEUE,
-    "instance_group.": "kind count gpus passive secondary_devices.kind secondary_devices.device_id",
+    "instance_group.": "kind count gpus passive host_policy secondary_devices.kind "
+    "secondary_devices.device_id",
     "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
     "optimization.execution_accelerators.cpu_execution_accelerator.": "name parameters",
     "parameters.": "string_value",
@@ -64,7 +65,6 @@ REASONS = {
     "optimization.eager_batching": "batches are formed while the instances compute",
     "instance_group.rate_limiter": "every idle instance takes the next batch",
     "instance_group.profile": "the first profile that allows a batch is used",
-    "instance_group.host_policy": "instances run on any core and memory node",
 }
 # What a model with a response cache cannot have: its answers depend on more than one request, or
 # are more than one.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from penstock.config import CPU, EACH_GPU
 from penstock.errors import ConfigError
@@ -15,6 +15,20 @@ def active(groups: Sequence[Proto]) -> list[Proto]:
     """Return the groups whose instances take requests. In Triton those of a passive group are only
     for backends that address them, which none of ours does, so they are not started."""
     return [group for group in groups if not group.passive]
+
+
+def host_policies(
+    groups: Sequence[Proto], devices_of: Callable[[Proto], Sequence[str]]
+) -> dict[str, str]:
+    """Return the names of host policies by device; ConfigError if two groups share a device and
+    have different ones, as workers belong to devices, not to groups."""
+    found: dict[str, str] = {}
+    for group in groups:
+        for device in sorted(set(devices_of(group))):
+            if found.setdefault(device, group.host_policy) != group.host_policy:
+                both = f"'{found[device]}' and '{group.host_policy}'"
+                raise ConfigError(f"{both} on {device}; expected one host_policy for each device")
+    return {device: name for device, name in found.items() if name}
 
 
 def problems(message: Proto, backend: str) -> Iterator[tuple[str, str]]:

@@ -98,6 +98,7 @@ READ = {
             ("parameters", '{ parameters { key: "k" value: "v" } }'),
         )
     },
+    "instance_group.host_policy": ("", 'instance_group { host_policy: "numa" }'),
     "instance_group.passive": ("", "instance_group { passive: true }"),
     **{
         f"instance_group.secondary_devices.{name}": (
@@ -284,7 +285,6 @@ def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path, monke
             "instance_group { } instance_group { rate_limiter { priority: 2 } }",
             "instance_group[1].rate_limiter: has no effect; every idle instance",
         ),
-        ('instance_group { host_policy: "numa" }', "instance_group[0].host_policy: "),
         ("optimization { cuda { graphs: true } }", "optimization.cuda: has no effect; for CUDA"),
         ("optimization { priority: PRIORITY_MAX }", "optimization.priority: has no effect"),
         ("input { is_non_linear_format_io: true }", "input[1].is_non_linear_format_io: has no"),

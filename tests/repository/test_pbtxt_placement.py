@@ -126,3 +126,17 @@ def test_shape_tensors_are_served_without_batches_only(tmp_path, kind):
     assert problem.endswith("expected max_batch_size 0, not 8")
     config = resolve(base.replace("max_batch_size: 8", ""), tmp_path)
     assert config.warnings == ()
+
+
+def test_host_policies_are_of_devices(tmp_path):
+    base = 'backend: "null" ' + TENSORS
+    groups = (
+        'instance_group { kind: KIND_CPU host_policy: "near" } '
+        'instance_group { gpus: [ 0, 1 ] host_policy: "far" } instance_group { gpus: 2 }'
+    )
+    config = resolve(base + groups, tmp_path)
+    assert config.host_policies == {"cpu": "near", "cuda:0": "far", "cuda:1": "far"}
+    [problem] = problems_of(base + groups + " instance_group { kind: KIND_CPU }", tmp_path)
+    assert problem == (
+        "instance_group.host_policy: 'near' and '' on cpu; expected one host_policy for each device"
+    )
