@@ -443,7 +443,9 @@ class _Resolver:
             self._problem(f"parameters.{found[0]}", found[1])
         self._check_tags()
         buckets = pbtxt_metrics.read(message.model_metrics, self._problem)
-        misfits = (*pbtxt_views.conflicts(config), *pbtxt_sequences.conflicts(config))
+        is_cached = message.response_cache.enable and backend != LLM
+        misfits = pbtxt_views.conflicts(config)
+        misfits += pbtxt_sequences.conflicts(config, is_cached=is_cached)
         self._problems += [f"{path}: {why}" for path, why in misfits]
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
@@ -455,7 +457,7 @@ class _Resolver:
             config,
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
-            is_cached=message.response_cache.enable and backend != LLM,
+            is_cached=is_cached,
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
             notes=tuple(self._notes),

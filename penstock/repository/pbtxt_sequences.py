@@ -212,7 +212,7 @@ def _file_problem(initial: Proto, shape: tuple[int, ...], folder: Path) -> str:
     return "" if nbytes == expected else f"'{file}' has {nbytes} bytes, but {what}"
 
 
-def conflicts(config: ModelConfig) -> list[tuple[str, str]]:
+def conflicts(config: ModelConfig, *, is_cached: bool) -> list[tuple[str, str]]:
     """Return fields that do not fit the rest of a model of sequences, and why."""
     policy = config.sequences
     if policy is None:
@@ -240,7 +240,7 @@ def conflicts(config: ModelConfig) -> list[tuple[str, str]]:
     if config.is_scaled or config.min_instances == 0:
         why = "sequences stay with their instance, so the number of instances cannot follow load"
         found.append(("parameters.penstock.min_instances", why))
-    if config.is_cached:
+    if is_cached:
         found.append(("response_cache.enable", "an answer depends on the sequence so far"))
     return found
 

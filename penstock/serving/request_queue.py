@@ -43,7 +43,9 @@ class RequestQueue:
         # The other shards that serve the model.
         self._elsewhere = elsewhere
         self.slo: SloBatcher | None = None
-        self.sequences = None if config.sequences is None else SequenceBatcher(config)
+        self.sequences: SequenceBatcher | None = None
+        if config.sequences is not None:
+            self.sequences = SequenceBatcher(config, context.metrics.num_sequences_ended)
         if self.sequences is None and config.batching.slo_latency_s is not None:
             self.slo = SloBatcher(config.batching, config.num_instances, elsewhere)
         chosen = self.slo or self.sequences

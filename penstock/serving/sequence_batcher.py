@@ -25,7 +25,7 @@ class SequenceBatcher(Batcher):
     """Owned by the core's event loop. `broken` are requests that cannot run any more, with their
     errors; the caller takes them."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, num_ended: dict[str, int] | None = None) -> None:
         super().__init__(config.batching)
         assert config.sequences is not None
         self._name = config.name
@@ -33,7 +33,7 @@ class SequenceBatcher(Batcher):
         # What the model takes ids as; empty: it does not see them.
         self._id_type = types[0] if types else ""
         slots = config.num_sequence_slots
-        self.table = SequenceTable(config.name, slots, config.sequences.max_idle_s)
+        self.table = SequenceTable(config.name, slots, config.sequences.max_idle_s, num_ended)
         # With direct batching, as many rows are worth waiting for.
         self._enough = math.ceil(config.sequences.min_utilization * slots)
         self._is_direct = config.sequences.is_direct

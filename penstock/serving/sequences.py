@@ -10,10 +10,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError
+from penstock.serving.model_gauges import ModelGauges
 from penstock.types import Parameter, Request
 
 # Ended sequences whose fate a late request is told.
@@ -61,7 +63,14 @@ class LiveSequence:
 class SequenceTable:
     """Owned by the core's event loop."""
 
-    def __init__(self, model: str, num_slots: int, max_idle_s: float) -> None:
+    def __init__(
+        self,
+        model: str,
+        num_slots: int,
+        max_idle_s: float,
+        num_ended: dict[str, int] | None = None,
+    ) -> None:
+        """`num_ended` is a table to count in."""
         self._model = model
         self._num_slots = num_slots
         self._max_idle_s = max_idle_s
@@ -76,7 +85,8 @@ class SequenceTable:
         self._idle: list[tuple[float, int, LiveSequence]] = []
         self._turns = itertools.count()
         self._fates: OrderedDict[Parameter, str] = OrderedDict()
-        self.num_ended: dict[Fate, int] = dict.fromkeys(FATES, 0)
+        self.num_ended = {} if num_ended is None else num_ended
+        self.num_ended.update(dict.fromkeys(FATES, 0))
 
     @property
     def num_live(self) -> int:
@@ -335,3 +345,9 @@ class SequenceTable:
 
 def _came(request: Request) -> float:
     return request.timings.queued
+
+
+def read_gauges(others: Callable[[], ModelGauges], table: SequenceTable) -> ModelGauges:
+    """Return what a model holds, with its sequences."""
+    counts = {"num_sequences": table.num_live, "num_waiting_sequences": table.num_in_line}
+    return replace(others(), **counts)

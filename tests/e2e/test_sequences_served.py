@@ -1,9 +1,12 @@
 """Sequences behind a real server, driven by tritonclient as Triton's L0_sequence_batcher and its
 sequence client examples do: each answer depends on the earlier requests of its sequence."""
 
+import json
 import os
 import queue
+import re
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from served import Served
 from tritonclient.utils import InferenceServerException
+from waiting import wait_until
 
 TENSORS = """
 max_batch_size: %s instance_group { kind: KIND_CPU count: 1 }
@@ -245,3 +249,28 @@ def test_a_killed_worker_ends_its_sequences(client, how: str):
     total, _, new = ask(client, "slots", 2, 5, "se")
     assert total == 5
     assert new != pid
+
+
+def test_metrics_and_explain_count_sequences(served: Served, grpc):
+    ask(grpc, "slots", 1, 1, "s")
+    wait_until(lambda: 'penstock_sequences{model="slots",version="1"} 1' in scrape(served))
+    assert 'penstock_waiting_sequences{model="slots",version="1"} 0' in scrape(served)
+    before = num_ended(served)
+    ask(grpc, "slots", 1, 1, "e")
+    wait_until(lambda: num_ended(served) == before + 1)
+    with urllib.request.urlopen(f"http://{served.address}/v2/models/slots/explain") as answer:
+        told = json.load(answer)
+    assert told["mode"] == "sequences"
+    assert any("sequences hold 2 slots" in note for note in told["notes"])
+
+
+def scrape(served: Served) -> str:
+    with urllib.request.urlopen(served.metrics_url) as answer:
+        return answer.read().decode()
+
+
+def num_ended(served: Served) -> float:
+    line = r'penstock_ended_sequences\{model="slots",version="1",reason="end"\} (\d+)'
+    found = re.search(line, scrape(served))
+    assert found is not None
+    return float(found[1])
