@@ -444,9 +444,7 @@ class _Resolver:
         self._check_tags()
         buckets = pbtxt_metrics.read(message.model_metrics, self._problem)
         is_cached = message.response_cache.enable and backend != LLM
-        misfits = pbtxt_views.conflicts(config)
-        misfits += pbtxt_sequences.conflicts(config, is_cached=is_cached)
-        self._problems += [f"{path}: {why}" for path, why in misfits]
+        self._check_fit(config, is_cached=is_cached)
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
         )
@@ -477,6 +475,12 @@ class _Resolver:
         scores = (len(labels),)
         outputs = [replace(s, labels=labels) if s.shape == scores else s for s in config.outputs]
         return replace(config, outputs=tuple(outputs))
+
+    def _check_fit(self, config: ModelConfig, *, is_cached: bool) -> None:
+        """Refuse fields that do not fit each other."""
+        misfits = pbtxt_views.conflicts(config)
+        misfits += pbtxt_sequences.conflicts(config, is_cached=is_cached)
+        self._problems += [f"{path}: {why}" for path, why in misfits]
 
     def _check_tags(self) -> None:
         for tag in self._message.metric_tags:
