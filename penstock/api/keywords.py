@@ -25,6 +25,7 @@ class ServeKeywords(TypedDict, total=False):
     load_model: Sequence[str]
     exit_on_error: bool
     gpu_memory_reserve: float
+    host_policy: Sequence[str]
     allow_hard_links: bool
     reload: bool
     random_weights: bool
@@ -48,7 +49,6 @@ class ServeKeywords(TypedDict, total=False):
     log_format: str | None
     log_requests: bool
     metrics_config: Sequence[str]
-    host_policy: Sequence[str]
     metrics_interval_ms: float
     price: float | None
 
