@@ -101,6 +101,7 @@ class EmbeddedServer:
             self._watching.append(asyncio.create_task(watching))
         self._watching.append(asyncio.create_task(self._monitor.run()))
         self._watching.append(asyncio.create_task(self._rollouts.run()))
+        self.management.traces.begin(options.tracing)
         await asyncio.to_thread(self.management.usage.begin)
         if self._owns_repository:
             await self._rollouts.recover()
@@ -132,6 +133,7 @@ class EmbeddedServer:
         await self.catalog.close()
         await self.v2.close()
         self.management.regions.close()
+        await asyncio.to_thread(self.management.traces.close)
 
     def _use_keys(self, keys: Keys) -> None:
         self.gate.keys = keys

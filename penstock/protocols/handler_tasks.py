@@ -23,7 +23,14 @@ from penstock.protocols.route_table import MISSING, unsupported
 from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.types import Buffer, Parameter
 from penstock.wire import json_errors
-from penstock.wire.documented import CudaRegionBody, IndexBody, LoadBody, SystemRegionBody
+from penstock.wire.documented import (
+    CudaRegionBody,
+    IndexBody,
+    LoadBody,
+    SystemRegionBody,
+    TraceSettingsBody,
+)
+from penstock.wire.json_errors import JsonObject
 from penstock.wire.version_rows import PromoteBody, PruneBody, RollbackBody
 
 JSON = "application/json"
@@ -80,7 +87,8 @@ class HandlerTasks:
     async def _run(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
         try:
             head, caller = exchange.head, exchange.caller
-            reply = await handler(RouteCall(match, exchange.body, head.headers, caller))
+            body = exchange.body if head.method == b"POST" else b""
+            reply = await handler(RouteCall(match, body, head.headers, caller))
         except PenstockError as error:
             reply_error(exchange, error)
         except Exception:  # Keep serving.
@@ -150,9 +158,20 @@ def decode_body(data: Buffer, schema: type[Schema]) -> Schema:
         raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
 
 
+def decode_object(data: Buffer) -> JsonObject:
+    """Decode a JSON object of any names; an empty body counts as an empty one."""
+    try:
+        return msgspec.json.decode(data or b"{}", type=JsonObject)
+    except json_errors.UNREADABLE as error:
+        text = json_errors.explain(data, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+
+
 def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
     """Return the parameters of a management call, from its path and its JSON."""
     schema, region = call.match.route.body, call.match.region
+    if schema is TraceSettingsBody:
+        return _settings(call.body)
     if schema is None:
         names = call.match.names
         return {key: names[key] for key in names if key not in ("name", "version")}
@@ -171,6 +190,12 @@ def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
         case PromoteBody() | RollbackBody() | PruneBody():
             return msgspec.structs.asdict(body)
     return {}
+
+
+def _settings(body: Buffer) -> Mapping[str, Parameter]:
+    """Return the settings that a client changes, whatever their values: they are checked later."""
+    given = decode_object(body)
+    return {"settings": msgspec.json.encode(given).decode()} if given else {}
 
 
 class MetricsHttp:

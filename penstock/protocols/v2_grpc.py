@@ -28,7 +28,7 @@ from penstock.protocols.infer_grpc import InferOnce, InferRpcs, InferStream
 from penstock.protocols.route_table import HEALTH, INFERENCE, MISSING, RPC_ROUTES, unsupported
 from penstock.serving.management import ManagementCall
 from penstock.types import Buffer, Parameter
-from penstock.wire import health_pb
+from penstock.wire import health_pb, settings_pb
 from penstock.wire.v2_pb import Proto, parse
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -166,6 +166,8 @@ class ManagementRpc:
             return self._answer_type(ready=False)
         if (field := FIELDS.get(self._name)) is not None:
             body = b'{"%b":%b}' % (field, body)
+        elif action == "trace":
+            body = settings_pb.trace_answer(body)
         elif action in REGION_LISTS:
             rows = {row["name"]: row for row in msgspec.json.decode(body)}
             body = msgspec.json.encode({"regions": rows})
@@ -256,6 +258,8 @@ def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
             return message.model_name, "", dict.fromkeys(message.parameters, True)
         case service_pb2.RepositoryModelUnloadRequest():
             return message.model_name, "", {}
+        case service_pb2.TraceSettingRequest():
+            return message.model_name, "", settings_pb.trace_changes(message)
     if isinstance(message, REGION_MESSAGES):
         return "", "", _region_arguments(message)
     return getattr(message, "name", ""), getattr(message, "version", ""), {}
