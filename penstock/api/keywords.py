@@ -44,6 +44,8 @@ class ServeKeywords(TypedDict, total=False):
     log_level: str | None
     log_format: str | None
     log_requests: bool
+    metrics_config: Sequence[str]
+    metrics_interval_ms: float
     price: float | None
 
 
