@@ -290,13 +290,15 @@ def test_spans_continue_the_traces_of_clients(tmp_path: Path) -> None:
         client.close()
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(urllib.request.Request(url, b'{"inputs": []}', headers))
-        wait_until(lambda: sum(s["name"] == "InferRequest" for s in receiver.spans) == 2)
-        assert num_traces(server, "written") == 2
+        wait_until(lambda: sum(s["name"] == "InferRequest" for s in receiver.spans) == 3)
+        assert num_traces(server, "written") == 3
     roots = [each for each in receiver.spans if each["name"] == "InferRequest"]
     assert {each["traceId"] for each in receiver.spans} == {TRACE}
     assert {each["parentSpanId"] for each in roots} == {SPAN}
     by_id = {each["spanId"]: each for each in receiver.spans}
-    assert len(by_id) == len(receiver.spans) == 2 * 7
+    assert [each["status"]["message"] for each in roots if "status" in each] == ["InvalidRequest"]
+    # A request that is refused has no other span.
+    assert len(by_id) == len(receiver.spans) == 2 * 7 + 1
     for span in receiver.spans:
         if span not in roots:
             around = by_id[span["parentSpanId"]]
