@@ -56,6 +56,7 @@ PACK, TOKENS = "penstock.pack", "tokens"
 DECODE_BYTES = 256 * MIB
 # Triton's names of backends, where they differ from ours.
 PLATFORM_NAMES = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
+TORCHSCRIPT = "pytorch_libtorch"
 # The option that says who runs an ONNX file on a GPU: Penstock's own engine, which is the default,
 # or ONNX Runtime's GPU providers.
 GPU_ENGINE = "penstock.gpu_engine"
@@ -564,6 +565,8 @@ class ModelConfig:
 
     @property
     def platform(self) -> str:
+        if self.backend == "pytorch" and self.artifact.endswith(".pt"):
+            return TORCHSCRIPT
         return PLATFORM_NAMES.get(self.backend, self.backend)
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
-from penstock.repository import layout, pbtxt, pretrained, python_file
+from penstock.repository import layout, pbtxt, pretrained, python_file, torchscript_file
 from penstock.repository.layout import ModelKind, RepositoryScan
 
 FORMS = (
@@ -61,7 +61,7 @@ SAVED_MODEL = (
 )
 # Files that hold a model, or a part of it, in a form that is not served, and what to do.
 NOT_SERVED: Mapping[str, str] = {
-    ".pt": f"a file of torch.save or TorchScript is a pickle, which can run any code; {FROM_TORCH}",
+    ".pt": f"a file of torch.save is a pickle, which can run any code; {FROM_TORCH}",
     ".pth": f"a state dict has no code; {FROM_TORCH}",
     ".ckpt": f"a checkpoint has no code; {FROM_TORCH}",
     ".bin": FROM_FOLDER + FROM_TORCH,
@@ -89,6 +89,10 @@ NOT_SERVED: Mapping[str, str] = {
     **dict.fromkeys((".zip", ".tar", ".gz"), "an archive; unpack it and give what is in it"),
     ".mar": "an archive of TorchServe; unpack it and give what is in it",
 }
+SCRIPT = (
+    "a TorchScript file does not tell its tensors; put it into a model's folder as 1/model.pt and "
+    f"declare them in config.pbtxt; better, {FROM_TORCH}"
+)
 SAVED_MODEL_FILE, ADAPTER_FILE = "saved_model.pb", "adapter_config.json"
 
 
@@ -236,6 +240,8 @@ def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
     if suffix in FILE_KINDS:
         stem = path.stem if suffix == layout.GGUF else valid_name(path.stem)
         return ModelSource(FILE_KINDS[suffix], path, name or stem)
+    if suffix in torchscript_file.SUFFIXES and torchscript_file.is_script(path):
+        raise ConfigError(f"{text}: {SCRIPT}")
     raise ConfigError(f"{text}: {NOT_SERVED.get(suffix, f'not a model; expected {FORMS}')}")
 
 

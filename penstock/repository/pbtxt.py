@@ -30,6 +30,7 @@ from penstock.config import (
     ONNX_RUNTIME,
     PLATFORM_NAMES,
     STAGES,
+    TORCHSCRIPT,
     BatchPolicy,
     ModelConfig,
     Preprocess,
@@ -39,6 +40,7 @@ from penstock.config import (
 from penstock.errors import ConfigError
 from penstock.repository import (
     accelerators,
+    foreign_models,
     image_settings,
     onnx_file,
     openvino_file,
@@ -50,6 +52,7 @@ from penstock.repository import (
     pretrained,
     pt2_file,
     python_file,
+    torchscript_file,
 )
 from penstock.repository.parameters import (
     IMAGE_INPUT,
@@ -69,7 +72,7 @@ from penstock.types import TensorSpec, TimeoutAction
 FILES = {
     "onnxruntime": ("model.onnx",),
     "python": ("model.py",),
-    # TorchScript last: it is refused, with advice.
+    # TorchScript last: an exported program is better.
     "pytorch": ("model.pt2", "module.py", "model.pt"),
     "openvino": ("model.xml", "model.onnx"),
     "tensorrt": ("model.plan",),
@@ -95,7 +98,11 @@ EXAMPLE = (
     'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
 )
-PLATFORMS = {platform: backend for backend, platform in PLATFORM_NAMES.items()}
+PLATFORMS = {
+    **{platform: backend for backend, platform in PLATFORM_NAMES.items()},
+    TORCHSCRIPT: "pytorch",
+    "torch_aoti": "pytorch",
+}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
 # Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
@@ -337,6 +344,7 @@ class _Resolver:
     _named: Path | None
     _problems: list[str] = dataclasses.field(default_factory=list)
     _notes: list[str] = dataclasses.field(default_factory=list)
+    _warnings: list[str] = dataclasses.field(default_factory=list)
 
     def _refuse_unsupported(self) -> None:
         for path in UNSUPPORTED:
@@ -423,7 +431,7 @@ class _Resolver:
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
             notes=tuple(self._notes),
-            warnings=(*pbtxt_fields.unused(message), *_ineffective(config, message), *skipped),
+            warnings=(*self._warnings, *_ineffective(config, message), *skipped),
         )
 
     def _with_labels(self, config: ModelConfig) -> ModelConfig:
@@ -453,20 +461,24 @@ class _Resolver:
     def _backend(self) -> str:
         message = self._message
         backend = str(message.backend or PLATFORMS.get(message.platform, ""))
-        if backend:
+        if not backend and not message.platform:
+            for name, files in FILES.items():
+                if any((self._folder / file).exists() for file in files):
+                    return name
+        names = [item.name for item in message.input], [item.name for item in message.output]
+        if problem := foreign_models.problem(
+            self._folder, message.platform, message.backend, *names
+        ):
+            self._problem("platform" if message.platform else "backend", problem)
+        elif backend:
             if backend not in (*backends.NAMES, LLM):
                 known = ", ".join(sorted((*backends.NAMES, LLM)))
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
-        elif message.platform == "pytorch_libtorch":
-            self._problem("platform", f"'{message.platform}' is TorchScript: {pt2_file.PICKLE}")
         elif message.platform:
             self._problem("platform", f"'{message.platform}' is not one of {', '.join(PLATFORMS)}")
         else:
-            for name, names in FILES.items():
-                if any((self._folder / file).exists() for file in names):
-                    return name
-            files = " nor ".join(f"{self._folder.name}/{names[0]}" for names in FILES.values())
-            self._problem("backend", f"not given, and neither {files} exists")
+            usual = " nor ".join(f"{self._folder.name}/{names[0]}" for names in FILES.values())
+            self._problem("backend", f"not given, and neither {usual} exists")
         return backend
 
     def _artifact(self, backend: str) -> Path:
@@ -487,9 +499,17 @@ class _Resolver:
             self._problem(f"{self._folder.name}/{file}", "no such file")
         elif backend in FILES and not path.is_file():
             self._problem(f"{self._folder.name}/{file}", "not a file")
-        elif backend == "pytorch" and path.suffix in (".pt", ".pth", ".bin"):
-            self._problem(f"{self._folder.name}/{file}", f"is TorchScript or {pt2_file.PICKLE}")
+        elif backend == "pytorch" and torchscript_file.is_named(path):
+            self._check_script(path, f"{self._folder.name}/{file}")
         return path
+
+    def _check_script(self, path: Path, label: str) -> None:
+        try:
+            torchscript_file.check(path)
+        except ConfigError as error:
+            self._problems += [f"{label}: {problem}" for problem in error.problems]
+        else:
+            self._warnings.append(f"{label}: {torchscript_file.DEPRECATED}")
 
     def _linked(self, backend: str, base: Path, file: str) -> Path | None:
         """Return the file of a language model that is a link: always if it stays in the model's
@@ -717,7 +737,7 @@ class _Resolver:
 
 
 def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
-    """Return warnings about fields that have no effect combined with the rest of this file."""
+    """Return warnings about fields that have no effect, at all or with the rest of this file."""
     found: list[tuple[str, str]] = []
     policy = config.batching
     is_text = config.backend == LLM
@@ -738,7 +758,7 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{parameters.PREPROCESS}", why))
     found += _without_engine(config, message)
     warnings = [f"{path}: has no effect; {why}" for path, why in found]
-    return [*warnings, *parameters.unknown_options(config)]
+    return [*pbtxt_fields.unused(message), *warnings, *parameters.unknown_options(config)]
 
 
 def _without_engine(config: ModelConfig, message: Proto) -> list[tuple[str, str]]:
@@ -847,7 +867,7 @@ def _signature_reader(backend: str, artifact: Path) -> SignatureReader | None:
     """Return the function that reads a file's signature without its library, or None."""
     if backend in ("openvino", "pytorch") and artifact.suffix == ".onnx":
         return onnx_file.read_signature
-    if backend == "pytorch" and artifact.suffix == ".py":
+    if backend == "pytorch" and (artifact.suffix == ".py" or torchscript_file.is_named(artifact)):
         return None
     return READERS.get(backend)
 
