@@ -49,6 +49,7 @@ class RouteCall:
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
     # As in `Request.caller`.
     caller: bytes = b""
+    method: bytes = b"GET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class HandlerTasks:
     async def _run(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
         try:
             head, caller = exchange.head, exchange.caller
-            body = exchange.body if head.method == b"POST" else b""
-            reply = await handler(RouteCall(match, body, head.headers, caller))
+            call = RouteCall(match, exchange.body, head.headers, caller, head.method)
+            reply = await handler(call)
         except PenstockError as error:
             reply_error(exchange, error)
         except Exception:  # Keep serving.
@@ -171,7 +172,7 @@ def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
     """Return the parameters of a management call, from its path and its JSON."""
     schema, region = call.match.route.body, call.match.region
     if schema is TraceSettingsBody:
-        return _settings(call.body)
+        return _settings(call.body) if call.method == b"POST" else {}
     if schema is None:
         names = call.match.names
         return {key: names[key] for key in names if key not in ("name", "version")}

@@ -65,7 +65,7 @@ class Catalog(ModelTable):
     def announce(self, found: RepositoryScan) -> None:
         """Say that these models will be loaded: until then they are not ready, not unknown."""
         self._awaited.update(config.name for config in found.configs)
-        self.publish_soon()
+        self._publish_soon()
 
     async def load(self, found: RepositoryScan) -> None:
         """Load or replace all models found; a failure of one does not affect the others."""
@@ -76,7 +76,7 @@ class Catalog(ModelTable):
             await self._load(found)
         finally:
             self._awaited.difference_update(config.name for config in found.configs)
-            await self.publish()
+            await self._publish()
 
     async def _load(self, found: RepositoryScan) -> None:
         arranged = await self._reservations.arrange(found.configs)
@@ -102,7 +102,7 @@ class Catalog(ModelTable):
             await self._switch(name, found, commit)
         finally:
             self._awaited.discard(name)
-            await self.publish()
+            await self._publish()
 
     async def _switch(self, name: str, found: RepositoryScan, commit: Commit) -> None:
         arranged = await self._reservations.arrange(found.configs)
@@ -172,7 +172,7 @@ class Catalog(ModelTable):
         else:
             known, stable = self.splits.get(name), self._latest[name]
             self.splits[name] = renew_split(known, rule, stable, candidate)
-        await self.publish()
+        await self._publish()
         return True
 
     async def drop_candidate(self, name: str) -> None:
@@ -281,16 +281,16 @@ class Catalog(ModelTable):
 
     def _fail(self, name: str, problems: tuple[str, ...]) -> None:
         self._failures[name] = LoadFailure(name, problems)
-        self.publish_soon()
+        self._publish_soon()
         what = "; ".join(problems)
         log.error("%s cannot be loaded: %s", name, what, extra={"model": name, "reason": what})
 
-    async def publish(self) -> None:
+    async def _publish(self) -> None:
         """Return when all shards have the models as they are now."""
         if self.shards is not None:
             await self.shards.publish()
 
-    def publish_soon(self) -> None:
+    def _publish_soon(self) -> None:
         if self.shards is not None:
             self.shards.publish_soon()
 
@@ -308,7 +308,7 @@ class Catalog(ModelTable):
     async def _let_go(self, models: Sequence[Served]) -> None:
         """Retire versions that the table no longer has, once all shards know. Nothing else would
         end them: a cancelled call finishes this first."""
-        await self.publish()
+        await self._publish()
         for model in models:
             self._retire(model)
 

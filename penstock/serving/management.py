@@ -100,7 +100,7 @@ class ManagementApi:
         self._tells_reasons = tells_reasons
         self.shards = shards
         self.regions = RegionRegistry(catalog.regions, catalog.shards)
-        self.traces = Traces(catalog.tracer, catalog.publish, catalog.publish_soon)
+        self.traces = Traces(catalog.tracer, catalog.shards)
         # Each makes further families of a scrape; parts that this one does not know add theirs.
         self.families: list[Callable[[], Iterable[ScrapeLines]]] = [self.traces.families]
         # Returns how many shards there are, and why.

@@ -8,8 +8,9 @@ Belongs to the core's event loop.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -29,19 +30,21 @@ NO_PLACE = (
 )
 
 
-class Traces:
-    """`tracer` is the core's own. `publish` tells shards the settings, and returns when all use
-    them; `publish_soon` does not wait."""
+class TracingShards(Protocol):
+    """Shards, which are told the settings of the core's tracer."""
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        publish: Callable[[], Awaitable[None]],
-        publish_soon: Callable[[], None],
-    ) -> None:
+    async def publish(self) -> None:
+        """Return when all of them use the settings."""
+
+    def publish_soon(self) -> None: ...
+
+
+class Traces:
+    """`tracer` is the core's own."""
+
+    def __init__(self, tracer: Tracer, shards: TracingShards | None = None) -> None:
         self._tracer = tracer
-        self._publish = publish
-        self._publish_soon = publish_soon
+        self._shards = shards
         self._config = TraceConfig()
         self._layers = TraceLayers()
         self.writer: TraceWriter | None = None
@@ -74,7 +77,8 @@ class Traces:
                 return
             if self._layers.is_exhausted(record.scope):
                 self._use()
-                self._publish_soon()
+                if self._shards is not None:
+                    self._shards.publish_soon()
         frequency = self._layers.setting(record.scope).log_frequency
         self.writer.put(TraceJob(record, frequency))
 
@@ -88,7 +92,8 @@ class Traces:
             raise InvalidRequest("the level TENSORS needs the trace mode triton")
         self._layers.change(model, changes)
         self._use()
-        await self._publish()
+        if self._shards is not None:
+            await self._shards.publish()
 
     def show(self, model: str = GLOBAL) -> JsonObject:
         """Return the settings as Triton answers them."""

@@ -34,7 +34,7 @@ class Published:
         self.num_soon += 1
 
     def made(self, config: TraceConfig) -> Traces:
-        traces = Traces(self.tracer, self.publish, self.publish_soon)
+        traces = Traces(self.tracer, self)
         traces.begin(config)
         return traces
 
