@@ -294,6 +294,15 @@ class TraceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The server's response cache (Triton's `--cache-config`)."""
+
+    # Memory for answers, of all shards together; 0: there is no cache. Raise it while answers that
+    # are asked for again leave it too early.
+    max_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, fully resolved, as `penstock inspect` prints it."""
 
@@ -568,6 +577,14 @@ class ModelConfig:
         if self.backend == "pytorch" and self.artifact.endswith(".pt"):
             return TORCHSCRIPT
         return PLATFORM_NAMES.get(self.backend, self.backend)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPermissions:
+    """What an operator lets administrators send with a load."""
+
+    files: bool = False
+    code: bool = False
 
 
 @dataclass(frozen=True, slots=True)

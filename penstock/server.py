@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.serve_options import ServeOptions
 from penstock.api.trace_options import read_trace_config
@@ -167,9 +168,11 @@ class Server:
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
         self.catalog.metrics_config = options.shown_metrics
+        self.catalog.caches.divide(options.cache, self.shard_choice.number)
+        hard_links, allowed = options.allow_hard_links, options.load_permissions
         made = ManagementApi(
             self.catalog,
-            Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
+            Control(self.catalog, path, options.is_explicit, hard_links, allowed),
             self.lifecycle,
             options.id,
             tells_reasons=gate.keys is None,
@@ -327,6 +330,7 @@ class Server:
         await self._close_grpc()
         await self.http.close()
         await self.catalog.close()
+        self.management.control.close()
         self.management.regions.close()
         await asyncio.to_thread(self.management.traces.close)
         if self._shards is not None:
@@ -405,6 +409,7 @@ class Server:
                 record_folder=str(self.catalog.recorders.folder or ""),
                 num_shards=self.shard_choice.number,
                 metrics=options.shown_metrics,
+                cache=options.cache,
             )
             spec = shard_spec(opening, listeners, self._gate)
             self._processes.append(ShardProcess(self._core, spec))
@@ -439,6 +444,7 @@ def check(options: ServeOptions) -> None:
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     problems += read_metrics_config(options.metrics_config)[1]
     problems += read_trace_config(options.trace_config)[1]
+    problems += read_cache_config(options.cache_config)[1]
     if problems:
         raise CommandLineError(problems)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
 from penstock.api.trace_options import read_trace_config
 from penstock.config import (
     GPU_MEMORY_RESERVE,
+    CacheConfig,
     GrpcConfig,
     HttpLimits,
+    LoadPermissions,
     MetricsConfig,
     TlsConfig,
     TraceConfig,
@@ -21,6 +24,7 @@ listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
 security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "Logs"))
 metrics_flag, trace_flag = flags_of("Metrics"), flags_of("Tracing")
 record_flag = flags_of("Recording")
+cache_flag = flags_of("Response cache")
 PORT_TAKEN = "Change it when the port is taken; 0 picks a free one and prints it."
 BYTES = (1 << 10, 1 << 30)
 
@@ -149,12 +153,31 @@ class ServeOptions:
         "of the server's user, and tensors in it are not sent. Needs the scope shared_memory.",
         value=False,
     )
+    allow_load_files: bool = security_flag(
+        "Let administrators load models from files that they send",
+        "Needs explicit mode and the scope admin. Switch it on where a pipeline deploys models "
+        "over the API; the files last until the model is loaded again.",
+        value=False,
+    )
+    allow_load_code: bool = security_flag(
+        "Let administrators send code with a load",
+        "Whoever has an admin key can then run any code as the server's user: model.py, .pt2 and "
+        "everything else that a backend executes. Needs --allow-load-files for files.",
+        value=False,
+    )
     record: str = record_flag(
         "Folder for recordings of requests and answers",
         "Records 1 % of the requests of every model, in at most 64 MB per model; penstock.record "
         "in config.pbtxt changes that or says off. The files hold what clients send. Give it to "
         "replay real traffic, or to recalibrate from it.",
         **text("DIR", "nothing is recorded"),
+    )
+    cache_config: tuple[str, ...] = cache_flag(
+        "Response cache, as local,size=BYTES",
+        "Give it where the same inputs come again: models with response_cache { enable: true } "
+        "then answer them from memory, as in Triton. Shards divide the bytes. Repeatable.",
+        value=(),
+        metavar="CACHE,SETTING=VALUE",
     )
     max_body_bytes: int = limit_flag(
         "Largest HTTP request body, after decompression",
@@ -261,8 +284,16 @@ class ServeOptions:
         return read_trace_config(self.trace_config)[0]
 
     @property
+    def cache(self) -> CacheConfig:
+        return read_cache_config(self.cache_config)[0]
+
+    @property
     def limits(self) -> HttpLimits:
         return HttpLimits(self.max_body_bytes, self.max_json_bytes)
+
+    @property
+    def load_permissions(self) -> LoadPermissions:
+        return LoadPermissions(self.allow_load_files, self.allow_load_code)
 
     @property
     def is_explicit(self) -> bool:

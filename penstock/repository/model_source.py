@@ -21,9 +21,10 @@ from pathlib import Path
 import msgspec
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotFound
+from penstock.errors import ConfigError, InvalidRequest, NotFound
 from penstock.repository import layout, pbtxt, pretrained, python_file, torchscript_file
 from penstock.repository.layout import ModelKind, RepositoryScan
+from penstock.repository.pbtxt_fields import Proto
 
 FORMS = (
     "model.onnx, model.pt2, model.xml, model.gguf, model.py, a Hugging Face folder, a model's "
@@ -140,12 +141,16 @@ class ModelSource:
             problem = f"{self.path}: holds no model '{self.name}'; there: {there}"
             raise ConfigError(problem) from None
 
-    def read_one(self, name: str, version: str = "") -> RepositoryScan:
-        """Read one of `names()`, or only one version of it; NotFound for others. The names are
-        compared, never used as paths."""
+    def read_one(
+        self, name: str, version: str = "", override: Proto | None = None
+    ) -> RepositoryScan:
+        """Read one of `names()`, or only one version of it, with `override` instead of each
+        config.pbtxt; NotFound for others. The names are compared, never used as paths."""
         if self.kind not in BACKENDS and self.kind is not ModelKind.FACTORY:
             self._check_served()
-            return layout.read_one(self.path, name, version)
+            return layout.read_one(self.path, name, version, override)
+        if override is not None:
+            raise InvalidRequest(f"{name}: {layout.NOT_OVERRIDDEN}")
         if name != self.name:
             raise NotFound(f"no such model: '{name}' is not served here; there: {self.name}")
         # Asked for again, a factory may be other code.

@@ -62,6 +62,10 @@ class Catalog(ModelTable):
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._leaving: set[asyncio.Task[None]] = set()
 
+    def listen_to_ends(self, on_end: Callable[[ModelConfig], object]) -> None:
+        """Let `on_end` hear of each version whose files are not read any more."""
+        self._loader.on_end = on_end
+
     def announce(self, found: RepositoryScan) -> None:
         """Say that these models will be loaded: until then they are not ready, not unknown."""
         self._awaited.update(config.name for config in found.configs)

@@ -13,6 +13,7 @@ from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
+from penstock.serving.response_cache import Caches
 from penstock.serving.served import Served
 from penstock.serving.tracer import Tracer
 from penstock.serving.traffic_split import TrafficSplit
@@ -37,6 +38,7 @@ class ModelTable:
         self.regions = RegionTable()
         self.recorders = Recorders()
         self.tracer = Tracer()
+        self.caches = Caches()
         # What is counted and shown of latencies.
         self.metrics_config = MetricsConfig()
         self._models: dict[str, dict[str, Served]] = {}

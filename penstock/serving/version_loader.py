@@ -54,6 +54,8 @@ class VersionLoader:
         self._makers = makers
         self._shards = shards
         self._find_room = find_room
+        # Hears of each version whose files nobody reads any more.
+        self.on_end: Callable[[ModelConfig], object] = lambda config: None
         # Descriptors that mark the files of loaded versions as in use, by the model's id.
         self._holds: dict[int, int] = {}
         self._limit = asyncio.Semaphore(MAX_LOADING)
@@ -112,9 +114,11 @@ class VersionLoader:
         await model.close()
         if (held := self._holds.pop(id(model), None)) is not None:
             os.close(held)
+        self.on_end(model.config)
 
     def _create(self, config: ModelConfig) -> Served:
         self._table.recorders.check(config)
+        self._table.caches.warn(config)
         model = self._make(config)
         if self._shards is None:
             model.recorder = self._table.recorders.open(config, model.metrics)
@@ -128,11 +132,19 @@ class VersionLoader:
             return ShardedModel(config, self._shards, self._start_life)
         try:
             model = make_model(
-                config, self._start_life, self._table.quotas, regions=self._table.regions
+                config,
+                self._start_life,
+                self._table.quotas,
+                regions=self._table.regions,
+                callees=self._table,
             )
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
-        return model if self._shards is None else OwnedModel(config, self._shards, model)
+        if self._shards is not None:
+            # They keep the answers to what they hand over.
+            return OwnedModel(config, self._shards, model)
+        model.cache = self._table.caches.open(config, model.metrics)
+        return model
 
 
 async def finish(work: Coroutine[object, object, None]) -> None:
