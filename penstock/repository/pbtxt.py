@@ -35,6 +35,7 @@ from penstock.config import (
     ModelConfig,
     Preprocess,
     QueuePolicy,
+    RateLimit,
     Warmup,
 )
 from penstock.errors import ConfigError, InvalidRequest, first_line
@@ -47,6 +48,7 @@ from penstock.repository import (
     parameters,
     pbtxt_fields,
     pbtxt_metrics,
+    pbtxt_rate,
     pbtxt_views,
     pbtxt_warmup,
     pretrained,
@@ -295,6 +297,9 @@ def _describe_instances(groups: Proto, config: ModelConfig) -> None:
     said = [device for group in groups for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
         return
+    if config.rate_limits and not groups:
+        pbtxt_rate.describe(groups, config)
+        return
     first = groups[0] if groups else groups.add()
     del groups[1:]
     for number, (device, count) in enumerate(Counter(config.devices).items()):
@@ -397,6 +402,7 @@ class _Resolver:
         if preprocess is not None and preprocess.function == IMAGE:
             self._check_image_batch(backend, artifact, max_batch)
             self._check_image(preprocess, inputs)
+        limits = self._rate_limits(backend)
         padding = reader.padding(preprocess.inputs if preprocess else inputs)
         batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
         if not inputs:
@@ -450,6 +456,7 @@ class _Resolver:
             config,
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
+            rate_limits=limits,
             is_cached=message.response_cache.enable and backend != LLM,
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
@@ -757,6 +764,13 @@ class _Resolver:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
             return [CPU]
         return [device for group in groups for device in _devices(group, backend)]
+
+    def _rate_limits(self, backend: str) -> tuple[RateLimit, ...]:
+        groups = self._message.instance_group
+        found = pbtxt_rate.read(groups, lambda each: _devices(each, backend), self._problem)
+        if found and backend != LLM:
+            self._notes.append(pbtxt_rate.NOTE)
+        return () if backend == LLM else found
 
 
 def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
