@@ -405,7 +405,6 @@ class _Resolver:
         if preprocess is not None and preprocess.function == IMAGE:
             self._check_image_batch(backend, artifact, max_batch)
             self._check_image(preprocess, inputs)
-        limits = self._rate_limits(backend)
         padding = reader.padding(preprocess.inputs if preprocess else inputs)
         batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
         if not inputs:
@@ -424,6 +423,7 @@ class _Resolver:
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
             postprocess=reader.postprocess(),
+            rate_limits=self._rate_limits(backend),
             file=message.default_model_filename,
             options=parameters.options_of(options),
             batch_inputs=pbtxt_views.read_batch_inputs(message.batch_input, inputs, self._problem),
@@ -461,7 +461,6 @@ class _Resolver:
             config,
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
-            rate_limits=limits,
             is_cached=is_cached,
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
