@@ -16,6 +16,7 @@ from penstock.serving.rate_limiter import RateLimiter
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
 from penstock.serving.served import Served
+from penstock.serving.tracer import Tracer
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.wire.frames import SplitRule
 
@@ -37,6 +38,7 @@ class ModelTable:
         # Memory that clients have registered.
         self.regions = RegionTable()
         self.recorders = Recorders()
+        self.tracer = Tracer()
         self.caches = Caches()
         # None: executions are not limited.
         self.rate_limiter: RateLimiter | None = None
