@@ -81,13 +81,15 @@ class ServeOptions:
     )
     model_repository: tuple[str, ...] = model_flag(
         "Further repository to serve",
-        "Names must differ among all of them. Repeatable.",
+        "Give it where models lie in several folders; no two may have one of the same name. "
+        "Repeatable.",
         value=(),
         metavar="DIR",
     )
     model_config_name: str = model_flag(
         "Configuration of each model to use, by name",
-        "With h100, configs/h100.pbtxt of a model is used instead of config.pbtxt, if it is there.",
+        "Give it where machines differ: with h100, configs/h100.pbtxt of a model is used instead of "
+        "config.pbtxt, if it is there.",
         **text("NAME", "config.pbtxt"),
     )
     load_model: tuple[str, ...] = model_flag(
@@ -174,8 +176,8 @@ class ServeOptions:
     )
     allow_load_code: bool = security_flag(
         "Let administrators send code with a load",
-        "Whoever has an admin key can then run any code as the server's user: model.py, .pt2 and "
-        "everything else that a backend executes. Needs --allow-load-files for files.",
+        "Switch it on only where every holder of an admin key may run any code as the server's "
+        "user: model.py, .pt2 and all else that a backend executes.",
         value=False,
     )
     record: str = record_flag(

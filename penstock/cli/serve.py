@@ -62,7 +62,9 @@ def serve(sources: tuple[str, ...], options: ServeOptions, quiet: bool) -> None:
 
     sources += options.model_repository
     if not sources:
-        raise click.UsageError("Missing argument 'MODEL...'.")
+        context = click.get_current_context()
+        [argument] = [each for each in context.command.params if each.name == "sources"]
+        raise click.MissingParameter(ctx=context, param=argument)
     source, *others = sources
     options = replace(options, model_repository=tuple(others))
 

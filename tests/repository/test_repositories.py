@@ -9,7 +9,8 @@ from penstock.repository.repositories import Repositories, check_config_name
 
 CODE = "def f(x: int) -> int:\n    return x\n"
 PLAIN = """backend: "null" max_batch_size: {}
-input {{ name: "x" data_type: TYPE_FP32 dims: 1 }} output {{ name: "y" data_type: TYPE_FP32 dims: 1 }}
+input {{ name: "x" data_type: TYPE_FP32 dims: 1 }}
+output {{ name: "y" data_type: TYPE_FP32 dims: 1 }}
 """
 
 
