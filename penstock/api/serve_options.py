@@ -88,8 +88,8 @@ class ServeOptions:
     )
     model_config_name: str = model_flag(
         "Configuration of each model to use, by name",
-        "Give it where machines differ: with h100, configs/h100.pbtxt of a model is used instead of "
-        "config.pbtxt, if it is there.",
+        "Give it where machines differ: with h100, configs/h100.pbtxt of a model is used instead "
+        "of config.pbtxt, if it is there.",
         **text("NAME", "config.pbtxt"),
     )
     load_model: tuple[str, ...] = model_flag(
