@@ -140,6 +140,7 @@ PURE = [
     "serving/answer_order.py",
     "serving/arrival_rates.py",
     "serving/scaling.py",
+    "serving/file_watch.py",
     "serving/sustained_rate.py",
     "serving/batch_times.py",
     "serving/batcher.py",

@@ -1,5 +1,6 @@
 """Loads with a configuration and files, as tritonclient sends them over HTTP and gRPC."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from load import Load, Tally
 from served import EXAMPLES, Served
 from tritonclient.utils import InferenceServerException
 
@@ -110,6 +112,29 @@ def test_a_failed_load_keeps_what_is_served(client, served):
     assert "failed to load" in client.refusal("identity", config='{"max_batch_size": -1}')
     assert client.versions("identity") == ["1"] and client.answer("identity")[0, 3] == 3
     assert served.status("/v2/health/ready") == 200
+
+
+def test_changes_under_load_lose_no_request(served):
+    counts = []
+
+    def change() -> None:
+        with httpclient.InferenceServerClient(served.address) as client:
+            for count in (2, 1):
+                groups = [{"count": count, "kind": "KIND_CPU"}]
+                config = {"max_batch_size": 4, "instance_group": groups}
+                client.load_model("identity", config=json.dumps(config))
+                counts.append(client.get_model_config("identity")["instance_group"][0]["count"])
+            client.load_model("identity", config=PLAIN, files={"file:3/model.onnx": ONNX})
+            client.load_model("identity")
+
+    async def scenario() -> Tally:
+        async with Load(served.port, 4) as load:
+            await asyncio.to_thread(change)
+        return load.tally
+
+    tally = asyncio.run(scenario())
+    assert counts == [2, 1]
+    assert tally.num_wrong == tally.num_cut == 0 and set(tally.statuses) == {200}
 
 
 def test_what_is_not_allowed_is_refused(client):
