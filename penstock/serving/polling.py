@@ -28,6 +28,8 @@ class Poller:
     def __init__(self, control: Control, interval_s: float) -> None:
         self._control = control
         self._interval_s = interval_s
+        # Why the last look failed.
+        self._problem = ""
         # Two polls are never closer than the interval, whatever the clock's resolution.
         self._watch = FileWatch(settle_s=interval_s / 2)
         for name, stamps in self._look().items():
@@ -47,8 +49,11 @@ class Poller:
             found = await asyncio.to_thread(self._look)
         except (OSError, PenstockError) as error:
             # Not the same as an empty repository: nothing is unloaded.
-            log.warning("the model repository cannot be read: %s", error)
+            if str(error) != self._problem:
+                log.warning("the model repository cannot be read: %s", error)
+            self._problem = str(error)
             return
+        self._problem = ""
         gone: dict[str, Stamps] = {name: {} for name in self._watch.names if name not in found}
         changed = self._watch.changed(found | gone, now)
         await asyncio.gather(*(self._follow(name, bool(found.get(name))) for name in changed))
