@@ -27,6 +27,7 @@ from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, Pen
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import queue_timeout_s
+from penstock.serving.called_models import Callees
 from penstock.serving.core_link import ONLY_SHARD, ShardSetup
 from penstock.serving.drift import InputDrift
 from penstock.serving.elsewhere import NOTHING_ELSEWHERE
@@ -39,6 +40,7 @@ from penstock.serving.regions import NO_REGIONS, RegionTable
 from penstock.serving.replies import AnswerOrder, is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.request_recorder import RequestRecorder
+from penstock.serving.response_cache import AnswerCache
 from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
 
@@ -128,6 +130,7 @@ class Journey:
         inner = make(self, tensors, request.timings.received, id=request.id, outputs=outputs)
         owner.models[self.at].metrics.has_mirrors |= request.is_mirror
         inner.caller, inner.priority = request.caller, request.priority
+        inner.chain = request.chain
         inner.parameters = request.parameters
         inner.takes_arrays = is_last and request.takes_arrays
         # A stage that is scaled to zero knows how long requests wait for its first instance.
@@ -220,6 +223,8 @@ class StagePipeline:
         self._order = AnswerOrder(clock, elsewhere) if policy.preserve_ordering else None
         # Set by the owner if requests are recorded; those of stages are not.
         self.recorder: RequestRecorder | None = None
+        # Set by the owner if answers are kept, likewise.
+        self.cache: AnswerCache | None = None
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
@@ -239,6 +244,8 @@ class StagePipeline:
 
     async def drain(self) -> None:
         """Wait until everything admitted has been answered: a stage hands on before it is idle."""
+        if self.cache is not None:
+            await self.cache.drain()
         for model in self.models:
             await model.drain()
 
@@ -320,6 +327,11 @@ class StagePipeline:
     def submit(self, request: Request) -> None:
         if self.recorder is not None:
             self.recorder.see(request)
+        cache = None if self._is_closing else self.cache
+        if cache is None or not cache.answers(request, self._go_on, self._order):
+            self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
         try:
             self._admit(request)
         except PenstockError as error:
@@ -338,6 +350,8 @@ class StagePipeline:
 
     def cancel(self, request: Request) -> None:
         """Cancel a request in whatever stage it is; the stage answers at once."""
+        if self.cache is not None and self.cache.cancel(request):
+            return
         journey = self._journeys.get(request)
         if journey is not None and journey.inner is not None:
             self.models[journey.at].cancel(journey.inner)
@@ -413,14 +427,16 @@ def make_model(
     quotas: Quotas | None = None,
     shards: Sequence[ShardSetup] = (),
     regions: RegionTable = NO_REGIONS,
+    callees: Callees | None = None,
 ) -> Model | StagePipeline:
     """Return the Servable of a configuration, with as many stages as it has. With `shards`, one for
     each stage, it is one of several shards' parts. Workers of a model with one stage use clients'
-    memory themselves."""
+    memory themselves. Its code can call `callees`."""
     if config.is_staged:
         stages = stages_of(config)
+        shards = shards or [replace(ONLY_SHARD, callees=callees) for _ in stages]
         return StagePipeline(config, stages, start_life=start_life, quotas=quotas, shards=shards)
-    shard = shards[0] if shards else replace(ONLY_SHARD, regions=regions)
+    shard = shards[0] if shards else replace(ONLY_SHARD, regions=regions, callees=callees)
     return Model(config, start_life=start_life, quotas=quotas, shard=shard)
 
 

@@ -271,6 +271,7 @@ class Shard:
         self._ticker.cancel()
         await asyncio.gather(*(self._retire(number) for number in list(self._models)))
         self.regions.close_all()
+        await self.table.caches.close()
         await asyncio.to_thread(self.table.recorders.close)
 
     def _open(self, opening: frames.OpenModel) -> None:
@@ -282,6 +283,7 @@ class Shard:
         places = zip(cores, configs, opening.blocks, strict=True)
         setups = [self._set_up(*place) for place in places]
         model = make_model(config, quotas=self.table.quotas, shards=setups)
+        model.cache = self.table.caches.open(config, model.metrics)
         stages = model.models if isinstance(model, StagePipeline) else [model]
         for number, stage, core in zip(opening.parts, stages, cores, strict=True):
             self._parts[number] = stage.readiness, core
@@ -301,6 +303,7 @@ class Shard:
             self._send(frames.FromPart(number, message))
 
         model = self._handed[number] = HandedOver(config, self._parcels, tell)
+        model.cache = self.table.caches.open(config, model.metrics)
         model.recorder = self.table.recorders.open(config, model.metrics)
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
@@ -332,6 +335,7 @@ class Shard:
             lambda index: elsewhere.num_batches(slots[index]),
             self.regions,
             lambda index: elsewhere.busy_s(slots[index], time.monotonic()),
+            self.table,
         )
 
     async def _retire(self, number: int) -> None:

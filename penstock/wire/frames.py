@@ -16,6 +16,8 @@ OpenShard, is sent alone.
     shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
                     TakeTokens, UseTokens, Release, Pong
 
+A model's code that calls other models has a socket of its own to each shard, because no other
+thread reads while it runs: CallModel, CancelCall and Waited to the shard, CallAnswer back.
 A shard holds requests, and has a socket of its own to each worker and to the engine of each
 language model (`llm.messages`); the core is one. A worker merges the rows of several shards in one
 batch.
@@ -28,7 +30,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config import GrpcConfig, HttpLimits, MetricsConfig, ModelConfig, TlsConfig
+from penstock.config import (
+    CacheConfig,
+    GrpcConfig,
+    HttpLimits,
+    MetricsConfig,
+    ModelConfig,
+    TlsConfig,
+)
 from penstock.types import Parameter, RequestedOutput
 
 VERSION = 4
@@ -145,6 +154,8 @@ class Hello(Frame, tag="hi"):
     spill_bytes: int
     # Whether the worker sends Started to it.
     hears_starts: bool = False
+    # Whether a third descriptor comes along: the socket for calls of the model's code.
+    has_calls: bool = False
 
 
 class MapSlab(Frame, tag="map"):
@@ -362,6 +373,44 @@ class Parcel(Frame, tag="pcl"):
     offset: int | None = None
 
 
+class CallModel(Frame, tag="cal"):
+    """The code of a model calls another model, while it runs a `batch` of this shard. The tensors
+    are in the `parcel` or, if that has an offset, in a segment whose descriptor comes along."""
+
+    call: int
+    batch: int
+    model_name: str
+    model_version: str
+    parcel: Parcel
+    id: str = ""
+    outputs: tuple[str, ...] = ()
+    parameters: dict[str, Parameter] = {}
+
+
+class CancelCall(Frame, tag="calc"):
+    """The code does not wait for the answer to a CallModel any more."""
+
+    call: int
+
+
+class Waited(Frame, tag="cald"):
+    """For how long calls of the worker have been open so far, in seconds: such time is no hang."""
+
+    total_s: float
+
+
+class CallAnswer(Frame, tag="cala"):
+    """An answer to CallModel: tensors as there, or an error with its class. More follow unless it
+    `is_final`."""
+
+    call: int
+    parcel: Parcel
+    is_final: bool = True
+    parameters: dict[str, Parameter] = {}
+    error_kind: str = ""
+    error: str = ""
+
+
 class OpenShard(Frame, tag="open"):
     """First frame to a shard, with descriptors: the segments for messages and for answers, the
     shared page, and the listeners for HTTP and, if it is served, gRPC."""
@@ -391,6 +440,8 @@ class OpenShard(Frame, tag="open"):
     num_shards: int = 1
     # The latencies that it counts.
     metrics: MetricsConfig = MetricsConfig()
+    # The response cache, which the shards divide.
+    cache: CacheConfig = CacheConfig()
 
 
 class NameKeys(Frame, tag="named"):
@@ -609,6 +660,8 @@ class HandOver(Frame, tag="hov"):
     timeout_s: float | None = None
     caller: bytes = b""
     is_mirror: bool = False
+    # The models whose code waits for it, as in `types.Request`.
+    chain: tuple[str, ...] = ()
 
 
 class TakeBack(Frame, tag="tkb"):
@@ -883,6 +936,8 @@ FromWorker = WorkerReady | StartFailed | Leaving | Sketched
 ShardToWorker = (
     Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Recall | Release
 )
+# On the socket for calls, which a thread of its own reads.
+WorkerCall = CallModel | CancelCall | Waited
 WorkerToShard = Claim | Started | Recalled | Done | BatchFailed | Leaving
 FromShard = (
     Listening
@@ -921,6 +976,8 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_shard_to_worker = msgspec.msgpack.Decoder(ShardToWorker).decode
+decode_worker_call = msgspec.msgpack.Decoder(WorkerCall).decode
+decode_call_answer = msgspec.msgpack.Decoder(CallAnswer).decode
 decode_worker_to_shard = msgspec.msgpack.Decoder(WorkerToShard).decode
 decode_shard_question = msgspec.msgpack.Decoder(ShardQuestion).decode
 decode_to_shard = msgspec.msgpack.Decoder(ToShard).decode
