@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,7 +76,8 @@ def served(
 
 
 def files_below(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.rglob("*") if each.is_file())
+    """Name all files; folders may vanish meanwhile."""
+    return sorted(name for _, _, names in os.walk(folder) for name in names)
 
 
 @pytest.fixture
