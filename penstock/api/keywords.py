@@ -22,6 +22,9 @@ class ServeKeywords(TypedDict, total=False):
     shard_accept: str
     id: str
     model_control_mode: str
+    repository_poll_secs: float
+    model_repository: Sequence[PathText]
+    model_config_name: str
     load_model: Sequence[str]
     exit_on_error: bool
     gpu_memory_reserve: float

@@ -77,13 +77,33 @@ class ServeOptions:
     model_control_mode: str = model_flag(
         "Whether clients may load and unload models",
         "none loads every model at start. Choose explicit to load only those that --load-model "
-        "names, and others over the API.",
+        "names, and others over the API; poll to follow what changes in the repository.",
         value="none",
-        choices=("none", "explicit"),
+        choices=("none", "poll", "explicit"),
+    )
+    repository_poll_secs: float = model_flag(
+        "Seconds between looks at the repository, in poll mode",
+        "A change is served once two looks in a row find it the same. Raise it where files take "
+        "long to copy.",
+        **number(15.0, "SECONDS", 0.01),
+    )
+    model_repository: tuple[str, ...] = model_flag(
+        "Further repository to serve",
+        "Give it where models lie in several folders; no two may have one of the same name. "
+        "Repeatable.",
+        value=(),
+        metavar="DIR",
+    )
+    model_config_name: str = model_flag(
+        "Configuration of each model to use, by name",
+        "Give it where machines differ: with h100, configs/h100.pbtxt of a model is used instead "
+        "of config.pbtxt, if it is there.",
+        **text("NAME", "config.pbtxt"),
     )
     load_model: tuple[str, ...] = model_flag(
         "Model to load at start, in explicit mode",
-        "'*' loads all. Leave it out to start without models. Repeatable.",
+        "'*' and '?' in it stand for any characters, so '*' loads all. Leave it out to start "
+        "without models. Repeatable.",
         value=(),
         metavar="NAME",
     )
@@ -164,8 +184,8 @@ class ServeOptions:
     )
     allow_load_code: bool = security_flag(
         "Let administrators send code with a load",
-        "Whoever has an admin key can then run any code as the server's user: model.py, .pt2 and "
-        "everything else that a backend executes. Needs --allow-load-files for files.",
+        "Switch it on only where every holder of an admin key may run any code as the server's "
+        "user: model.py, .pt2 and all else that a backend executes.",
         value=False,
     )
     record: str = record_flag(
@@ -317,6 +337,11 @@ class ServeOptions:
     @property
     def load_permissions(self) -> LoadPermissions:
         return LoadPermissions(self.allow_load_files, self.allow_load_code)
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether models follow what changes in the repository."""
+        return self.model_control_mode == "poll"
 
     @property
     def is_explicit(self) -> bool:
