@@ -300,6 +300,31 @@ class RecordPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """How requests are traced at start (Triton's `--trace-config`), and where traces go. Only the
+    levels, rate, count and log frequency can be changed later."""
+
+    # triton, opentelemetry or chrome.
+    mode: str = "triton"
+    levels: tuple[str, ...] = ()
+    rate: int = 1000
+    count: int = -1
+    # Of the modes triton and chrome.
+    file: str = ""
+    log_frequency: int = 0
+    # Of opentelemetry: the collector, and what its spans say about the server.
+    url: str = "http://localhost:4318/v1/traces"
+    resource: Mapping[str, str] = field(default_factory=dict)
+    max_queue_size: int = 2048
+    schedule_delay_s: float = 5.0
+    max_batch_size: int = 512
+
+    @property
+    def exports(self) -> bool:
+        return self.mode == "opentelemetry"
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """Families of latencies in a scrape (Triton's `--metrics-config`), and how often the use of the
     machine is read."""
@@ -313,6 +338,18 @@ class MetricsConfig:
     # Scrapes within this time show the same use. Raise it if several systems scrape the server, so
     # that all see the utilisation over a time that says something.
     interval_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """What an instance needs to execute (Triton's ModelRateLimiter), and how seldom it may."""
+
+    # As it was asked for: "cpu", "cuda:N", or "cuda" for each GPU.
+    device: str
+    # Name, whether all devices share it, and count.
+    resources: tuple[tuple[str, bool, int], ...]
+    # An instance with 2 executes half as often as one with 1, if both want to.
+    priority: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +446,9 @@ class ModelConfig:
     first_response_ms: tuple[float, ...] = ()
     # Whether answers may come from the response cache, if the server has one.
     is_cached: bool = False
+    # One for each instance in the order of the groups, if any needs a resource; the core then
+    # queues the requests. Empty if the server does not limit executions.
+    rate_limits: tuple[RateLimit, ...] = ()
     # What its answers depend on, if servers share them; see `repository.fingerprint`.
     fingerprint: str = field(default="", compare=False)
     # Run before an instance is ready, in addition to the warm-up of every batch size.
@@ -496,7 +536,7 @@ class ModelConfig:
     @property
     def has_one_owner(self) -> bool:
         """Whether the core queues the requests of all shards, because they share state."""
-        return self.sequences is not None
+        return self.sequences is not None or bool(self.rate_limits)
 
     @property
     def num_sequence_slots(self) -> int:

@@ -12,9 +12,11 @@ from penstock.repository.layout import listed
 from penstock.serving.caches import Caches
 from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
+from penstock.serving.rate_limiter import RateLimiter
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
 from penstock.serving.served import Served
+from penstock.serving.tracer import Tracer
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.wire.frames import SplitRule
 
@@ -36,7 +38,10 @@ class ModelTable:
         # Memory that clients have registered.
         self.regions = RegionTable()
         self.recorders = Recorders()
+        self.tracer = Tracer()
         self.caches = Caches()
+        # None: executions are not limited.
+        self.rate_limiter: RateLimiter | None = None
         # What is counted and shown of latencies.
         self.metrics_config = MetricsConfig()
         self._models: dict[str, dict[str, Served]] = {}
