@@ -36,6 +36,7 @@ from penstock.config import (
     ModelConfig,
     Preprocess,
     QueuePolicy,
+    RateLimit,
     Warmup,
 )
 from penstock.errors import ConfigError, InvalidRequest, first_line
@@ -50,6 +51,7 @@ from penstock.repository import (
     pbtxt_fields,
     pbtxt_metrics,
     pbtxt_placement,
+    pbtxt_rate,
     pbtxt_sequences,
     pbtxt_views,
     pbtxt_warmup,
@@ -311,6 +313,9 @@ def _describe_instances(groups: Proto, config: ModelConfig) -> None:
     said = [device for group in active for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
         return
+    if config.rate_limits and not groups:
+        pbtxt_rate.describe(groups, config)
+        return
     first = groups[0] if groups else groups.add()
     del groups[1:]
     for number, (device, count) in enumerate(Counter(config.devices).items()):
@@ -434,6 +439,8 @@ class _Resolver:
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
             postprocess=reader.postprocess(),
+            rate_limits=self._rate_limits(backend),
+            host_policies=self._host_policies(backend),
             file=self._file,
             options=parameters.options_of(options),
             batch_inputs=pbtxt_views.read_batch_inputs(message.batch_input, inputs, self._problem),
@@ -462,7 +469,6 @@ class _Resolver:
         is_cached = message.response_cache.enable and backend != LLM
         self._check_fit(config, is_cached=is_cached)
         digests, warmups = self._files(backend, inputs, max_batch)
-        policies = self._host_policies(backend)
         if self._problems:
             raise ConfigError(self._problems)
         config = replace(config.on(placed), is_gpu_optional=is_optional)
@@ -471,7 +477,6 @@ class _Resolver:
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
             checksums=digests,
-            host_policies=policies,
             is_cached=is_cached,
             warmups=warmups,
             written=to_text(message),
@@ -826,6 +831,13 @@ class _Resolver:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
             return [CPU]
         return [device for group in groups for device in _devices(group, backend)]
+
+    def _rate_limits(self, backend: str) -> tuple[RateLimit, ...]:
+        groups = pbtxt_placement.active(self._message.instance_group)
+        found = pbtxt_rate.read(groups, lambda each: _devices(each, backend), self._problem)
+        if found and backend != LLM:
+            self._notes.append(pbtxt_rate.NOTE)
+        return () if backend == LLM else found
 
 
 def _ineffective(config: ModelConfig, message: Proto) -> list[str]:

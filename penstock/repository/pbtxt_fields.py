@@ -47,6 +47,8 @@ _READ = {
     "dynamic_batching.priority_queue_policy.": _QUEUE,
     "instance_group.": "kind count gpus passive host_policy secondary_devices.kind "
     "secondary_devices.device_id",
+    "instance_group.rate_limiter.": "priority",
+    "instance_group.rate_limiter.resources.": "name global count",
     "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
     "optimization.execution_accelerators.cpu_execution_accelerator.": "name parameters",
     "parameters.": "string_value",
@@ -78,7 +80,6 @@ REASONS = {
     "optimization.cuda": "for CUDA graphs set parameters.penstock.cuda_graphs",
     "optimization.gather_kernel_buffer_threshold": "inputs are gathered in shared memory",
     "optimization.eager_batching": "batches are formed while the instances compute",
-    "instance_group.rate_limiter": "every idle instance takes the next batch",
     "instance_group.profile": "the first profile that allows a batch is used",
 }
 # What a model with a response cache cannot have: its answers depend on more than one request, or

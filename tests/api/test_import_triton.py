@@ -19,7 +19,7 @@ input { name: "x" data_type: TYPE_FP32 dims: 3 } output { name: "y" data_type: T
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     for name, text in (
-        ("fine", PYTHON % "instance_group { rate_limiter { priority: 1 } }"),
+        ("fine", PYTHON % 'instance_group { profile: "0" }'),
         ("other", PYTHON % 'model_operations { op_library_filename: "ops.so" }'),
         ("graph", 'platform: "tensorflow_graphdef"'),
     ):
@@ -35,7 +35,7 @@ def test_every_model_is_in_the_report(repository: Path):
     assert fine.refused == ()
     [version] = fine.versions
     assert version.served == "python; instances: 1 on cpu; each request alone"
-    assert any("rate_limiter: has no effect" in text for text in version.differs)
+    assert any("profile: has no effect" in text for text in version.differs)
     assert "python -m tf2onnx.convert --graphdef" in graph.refused[0]
     assert other.refused[0].startswith("model_operations: not supported")
     assert str(found).splitlines()[-1] == "1 of 3 models are served"
