@@ -32,7 +32,7 @@ from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall
 from penstock.protocols.grpc_server import GrpcServer, OpenCall
 from penstock.protocols.h2_stream import H2Stream
 from penstock.protocols.infer_grpc import InferOnce, InferRpcs, InferStream
-from penstock.protocols.route_table import HEALTH, INFERENCE, MISSING, RPC_ROUTES, unsupported
+from penstock.protocols.route_table import HEALTH, INFERENCE, RPC_ROUTES
 from penstock.serving.management import ManagementCall
 from penstock.types import Buffer, Parameter
 from penstock.wire import health_pb, settings_pb
@@ -162,8 +162,6 @@ class ManagementRpc:
     async def answer(self, data: Buffer, manage: Manages, caller: bytes) -> Proto:
         action = self._action
         message = parse(self._request_type, bytes(data))
-        if action in MISSING:
-            raise unsupported(action)
         asked = ManagementCall(action, *_arguments(message), caller, _files(message))
         try:
             body = await manage(asked, caller)
@@ -175,6 +173,8 @@ class ManagementRpc:
             body = b'{"%b":%b}' % (field, body)
         elif action == "trace":
             body = settings_pb.trace_answer(body)
+        elif action == "logging":
+            body = settings_pb.log_answer(body)
         elif action in REGION_LISTS:
             rows = {row["name"]: row for row in msgspec.json.decode(body)}
             body = msgspec.json.encode({"regions": rows})
@@ -281,6 +281,8 @@ def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
             return "", "", {"ready": message.ready}
         case service_pb2.TraceSettingRequest():
             return message.model_name, "", settings_pb.trace_changes(message)
+        case service_pb2.LogSettingsRequest():
+            return "", "", settings_pb.log_changes(message)
         case service_pb2.RepositoryModelLoadRequest() | service_pb2.RepositoryModelUnloadRequest():
             return message.model_name, "", _model_parameters(message)
     if isinstance(message, REGION_MESSAGES):
