@@ -253,22 +253,6 @@ class RecordPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsConfig:
-    """Families of latencies in a scrape (Triton's `--metrics-config`), and how often the use of the
-    machine is read."""
-
-    has_counters: bool = True
-    # Off, as in Triton: each costs time at every answer.
-    has_histograms: bool = False
-    has_summaries: bool = False
-    # The quantiles of summaries, as they were written.
-    quantiles: tuple[str, ...] = ("0.5", "0.9", "0.95", "0.99", "0.999")
-    # Scrapes within this time show the same use. Raise it if several systems scrape the server, so
-    # that all see the utilisation over a time that says something.
-    interval_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Restriction:
     """A header that messages need: its name in lower case, and its secret value."""
 
@@ -318,12 +302,43 @@ class TraceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Families of latencies in a scrape (Triton's `--metrics-config`), and how often the use of the
+    machine is read."""
+
+    has_counters: bool = True
+    # Off, as in Triton: each costs time at every answer.
+    has_histograms: bool = False
+    has_summaries: bool = False
+    # The quantiles of summaries, as they were written.
+    quantiles: tuple[str, ...] = ("0.5", "0.9", "0.95", "0.99", "0.999")
+    # Scrapes within this time show the same use. Raise it if several systems scrape the server, so
+    # that all see the utilisation over a time that says something.
+    interval_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """Where answers are kept outside the server."""
+
+    host: str
+    port: int = 6379
+    username: str = ""
+    password: str = field(default="", repr=False)
+    # Longest time that a request waits for it. Raise it for a slow network, below what computing
+    # takes.
+    timeout_s: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The server's response cache (Triton's `--cache-config`)."""
 
     # Memory for answers, of all shards together; 0: there is no cache. Raise it while answers that
     # are asked for again leave it too early.
     max_bytes: int = 0
+    # In place of memory, for servers that share their answers.
+    redis: RedisConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +409,8 @@ class ModelConfig:
     first_response_ms: tuple[float, ...] = ()
     # Whether answers may come from the response cache, if the server has one.
     is_cached: bool = False
+    # What its answers depend on, if servers share them; see `repository.fingerprint`.
+    fingerprint: str = field(default="", compare=False)
     # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
     # None: not configured; a server that has a folder for recordings records by the defaults.

@@ -36,7 +36,7 @@ from penstock.serving.scrape import (
     expose,
 )
 from penstock.serving.served import Served
-from penstock.serving.traces import Traces
+from penstock.serving.trace_control import Traces
 from penstock.system import logs
 from penstock.types import Buffer, Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors

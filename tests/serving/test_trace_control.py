@@ -9,8 +9,8 @@ import pytest
 
 from penstock.config import TraceConfig
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.serving.trace_control import Traces
 from penstock.serving.tracer import Tracer
-from penstock.serving.traces import Traces
 from penstock.wire.trace_records import TracedStep, TraceRecord
 
 STEP = TracedStep("m", 1.0, 2.0, (0.1, 0.1, 0.1), 3.0)
