@@ -28,6 +28,7 @@ MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
 INFERENCE = "/inference.GRPCInferenceService/"
 HEALTH = "/grpc.health.v1.Health/"
+REFLECTION = "/grpc.reflection.{}.ServerReflection/ServerReflectionInfo"
 
 
 def _get(path: str, scope: Scope, handler: str, summary: str, answer: object, *rpcs: str) -> Route:
@@ -84,13 +85,14 @@ _TRACE = Route(BOTH, "/v2/trace/setting", "admin", "trace", "Trace settings",
 _SERVER = [
     *(replace(route, is_on_metrics_port=True) for route in _HEALTH),
     _get("/v2", "infer", "server_metadata", "Name, version and extensions of the server",
-         doc.ServerDescription, "ServerMetadata"),
+         doc.ServerDescription, "ServerMetadata", REFLECTION.format("v1"),
+         REFLECTION.format("v1alpha")),
     _get("/v2/", "infer", "server_metadata", "The same as /v2", doc.ServerDescription),
     _get("/v2/models/stats", "infer", "statistics", "Counts and times of requests, of all models",
          doc.StatisticsAnswer),
     replace(_TRACE, rpcs=_paths("TraceSetting")),
     Route(BOTH, "/v2/logging", "admin", "logging", "Log settings", doc.LogSettingsBody,
-          doc.LogSettings, rpcs=_paths("LogSettings")),
+          doc.LogSettingsAnswer, rpcs=_paths("LogSettings")),
 ]  # fmt: skip
 _EVENTS = _post(MODEL + "/generate_stream", "generate_stream",
                 "Generate text, as a stream of events", doc.GenerateBody, None)  # fmt: skip

@@ -32,10 +32,11 @@ from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall
 from penstock.protocols.grpc_server import GrpcServer, OpenCall
 from penstock.protocols.h2_stream import H2Stream
 from penstock.protocols.infer_grpc import InferOnce, InferRpcs, InferStream
-from penstock.protocols.route_table import HEALTH, INFERENCE, RPC_ROUTES
+from penstock.protocols.reflection_grpc import ReflectionCall
+from penstock.protocols.route_table import HEALTH, INFERENCE, REFLECTION, RPC_ROUTES
 from penstock.serving.management import ManagementCall
 from penstock.types import Buffer, Parameter
-from penstock.wire import health_pb, settings_pb
+from penstock.wire import health_pb, reflection_pb, settings_pb
 from penstock.wire.v2_pb import Proto, parse
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -58,6 +59,7 @@ class GrpcService:
 
     def __init__(self, infer: InferRpcs, manage: Manages, gate: Gate) -> None:
         self._infer = infer
+        self._reflection = reflection_pb.make_reflection()
         self._manage = manage
         self._gate = gate
         self._is_draining, self._is_stopping = asyncio.Event(), asyncio.Event()
@@ -71,6 +73,9 @@ class GrpcService:
         }
         found[INFERENCE + "ModelInfer"] = partial(InferOnce, self._infer)
         found[INFERENCE + "ModelStreamInfer"] = partial(InferStream, self._infer)
+        for version in reflection_pb.VERSIONS:
+            types = reflection_pb.request_type(version), reflection_pb.response_type(version)
+            found[REFLECTION.format(version)] = partial(ReflectionCall, self._reflection, types)
         found[HEALTH + "Check"] = partial(TaskCall, self.tasks, self._check)
         found[HEALTH + "Watch"] = partial(WatchCall, self._watches, self._watch)
         return found

@@ -64,7 +64,7 @@ class LogSettingsBody(msgspec.Struct):
     log_format: str | None | msgspec.UnsetType = msgspec.UNSET
 
 
-class LogSettings(msgspec.Struct):
+class LogSettingsAnswer(msgspec.Struct):
     log_file: str
     log_info: bool
     log_warning: bool

@@ -8,13 +8,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from served import Served
 from tritonclient.utils import InferenceServerException
 from waiting import wait_until
+
+from penstock.wire import reflection_pb
 
 CODE = """
 import numpy as np
@@ -184,3 +190,51 @@ def test_log_settings_over_both_protocols(guarded: Guarded) -> None:
 def test_both_extensions_are_listed(guarded: Guarded) -> None:
     extensions = guarded.http.get_server_metadata(headers=KEY)["extensions"]
     assert {"trace", "logging"} <= set(extensions)
+
+
+@pytest.mark.parametrize("version", reflection_pb.VERSIONS)
+def test_a_client_without_proto_files_calls_by_reflection(guarded: Guarded, version: str) -> None:
+    """As grpcurl does: list the services, fetch the files of one, and call a method of it."""
+    key = [("x-api-key", "sixteen characters")]
+    request_type = reflection_pb.request_type(version)
+    with grpc.insecure_channel(guarded.server.grpc_address) as channel:
+        info = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_type.SerializeToString,
+            reflection_pb.response_type(version).FromString,
+        )
+        name = "inference.GRPCInferenceService"
+        asked = [request_type(list_services=""), request_type(file_containing_symbol=name)]
+        listed, files = info(iter(asked), metadata=key, timeout=60)
+        services = [each.name for each in listed.list_services_response.service]
+        assert services == [
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1.ServerReflection",
+            "grpc.reflection.v1alpha.ServerReflection",
+            name,
+        ]
+        pool = DescriptorPool()
+        found = files.file_descriptor_response.file_descriptor_proto
+        for data in reversed(found):
+            pool.Add(FileDescriptorProto.FromString(data))
+        method = pool.FindServiceByName(name).FindMethodByName("ModelReady")
+        answer_type = GetMessageClass(method.output_type)
+        call = channel.unary_unary(
+            f"/{name}/{method.name}",
+            lambda message: message.SerializeToString(),
+            answer_type.FromString,
+        )
+        question = GetMessageClass(method.input_type)(name="told")
+        assert call(question, metadata=key, timeout=60).ready
+        # Many questions at once, none of which the client waits for.
+        many = [request_type(file_by_filename="grpc_service.proto")] * 200
+        assert len(list(info(iter(many), metadata=key, timeout=60))) == 200
+        with pytest.raises(grpc.RpcError) as refused:
+            list(info(iter(asked), timeout=60))
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        raw = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+        )
+        with pytest.raises(grpc.RpcError) as refused:
+            list(raw(iter([b"\xff\xff"]), metadata=key, timeout=60))
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
