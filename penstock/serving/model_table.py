@@ -13,6 +13,7 @@ from penstock.serving.caches import Caches
 from penstock.serving.header_forwarding import HeaderForwarding
 from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
+from penstock.serving.rate_limiter import RateLimiter
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
 from penstock.serving.served import Served
@@ -45,6 +46,8 @@ class ModelTable:
         # Log settings that were changed while the server runs.
         self.log_switches: LogSwitches | None = None
         self.caches = Caches()
+        # None: executions are not limited.
+        self.rate_limiter: RateLimiter | None = None
         # What is counted and shown of latencies.
         self.metrics_config = MetricsConfig()
         self._models: dict[str, dict[str, Served]] = {}
