@@ -142,6 +142,7 @@ PURE = [
     "serving/remote_answers.py",
     "serving/arrival_rates.py",
     "serving/scaling.py",
+    "serving/file_watch.py",
     "serving/sustained_rate.py",
     "serving/batch_times.py",
     "serving/batcher.py",

@@ -22,6 +22,9 @@ class ServeKeywords(TypedDict, total=False):
     shard_accept: str
     id: str
     model_control_mode: str
+    repository_poll_secs: float
+    model_repository: Sequence[PathText]
+    model_config_name: str
     load_model: Sequence[str]
     exit_on_error: bool
     gpu_memory_reserve: float
@@ -50,6 +53,7 @@ class ServeKeywords(TypedDict, total=False):
     metrics_config: Sequence[str]
     metrics_interval_ms: float
     price: float | None
+    trace_config: Sequence[str]
 
 
 class AsgiKeywords(TypedDict, total=False):
