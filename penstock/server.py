@@ -20,6 +20,7 @@ from pathlib import Path
 
 from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
+from penstock.api.rate_options import read_resources
 from penstock.api.serve_options import ServeOptions
 from penstock.api.trace_options import read_trace_config
 from penstock.config import LLM, ModelConfig, TlsConfig
@@ -169,6 +170,7 @@ class Server:
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
         self.catalog.metrics_config = options.shown_metrics
+        self.catalog.rate_limiter = options.rate_limiter
         self.catalog.caches.divide(options.cache, self.shard_choice.number)
         control = Control(
             self.catalog,
@@ -464,6 +466,7 @@ def check(options: ServeOptions) -> None:
     problems += read_metrics_config(options.metrics_config)[1]
     problems += read_trace_config(options.trace_config)[1]
     problems += read_cache_config(options.cache_config)[1]
+    problems += read_resources(options.rate_limit, options.rate_limit_resource)[1]
     if problems:
         raise CommandLineError(problems)
 

@@ -139,6 +139,7 @@ PURE = [
     "profiling/work.py",
     "serving/answer_order.py",
     "serving/answer_store.py",
+    "serving/rate_pool.py",
     "serving/remote_answers.py",
     "serving/arrival_rates.py",
     "serving/scaling.py",

@@ -42,6 +42,8 @@ class ServeKeywords(TypedDict, total=False):
     allow_load_code: bool
     record: PathText
     cache_config: Sequence[str]
+    rate_limit: str
+    rate_limit_resource: Sequence[str]
     max_body_bytes: int
     max_json_bytes: int
     grpc_max_message_bytes: int

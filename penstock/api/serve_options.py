@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
+from penstock.api.rate_options import EXECUTION_COUNT, MODES, read_resources
 from penstock.api.trace_options import read_trace_config
 from penstock.config import (
     GPU_MEMORY_RESERVE,
@@ -18,6 +19,7 @@ from penstock.config import (
     TlsConfig,
     TraceConfig,
 )
+from penstock.serving.rate_limiter import RateLimiter
 from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
@@ -25,6 +27,7 @@ security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "L
 metrics_flag, trace_flag = flags_of("Metrics"), flags_of("Tracing")
 record_flag = flags_of("Recording")
 cache_flag = flags_of("Response cache")
+rate_flag = flags_of("Rate limiter")
 PORT_TAKEN = "Change it when the port is taken; 0 picks a free one and prints it."
 BYTES = (1 << 10, 1 << 30)
 
@@ -200,6 +203,19 @@ class ServeOptions:
         value=(),
         metavar="CACHE,SETTING=VALUE",
     )
+    rate_limit: str = rate_flag(
+        "Whether executions wait for the resources that they need",
+        "Choose execution_count where models must not compute at the same time: instances then "
+        "execute only while they hold the resources of their rate_limiter, as in Triton.",
+        value="off",
+        choices=MODES,
+    )
+    rate_limit_resource: tuple[str, ...] = rate_flag(
+        "Count of a resource, of each device or of one",
+        "Give it to let more instances execute at a time than the one that needs most. Repeatable.",
+        value=(),
+        metavar="NAME:COUNT[:DEVICE]",
+    )
     max_body_bytes: int = limit_flag(
         "Largest HTTP request body, after decompression",
         "Raise it when tensors are larger; each connection may use this much memory.",
@@ -299,6 +315,12 @@ class ServeOptions:
     @property
     def shown_metrics(self) -> MetricsConfig:
         return read_metrics_config(self.metrics_config, self.metrics_interval_ms)[0]
+
+    @property
+    def rate_limiter(self) -> RateLimiter | None:
+        if self.rate_limit != EXECUTION_COUNT:
+            return None
+        return RateLimiter(read_resources(self.rate_limit, self.rate_limit_resource)[0])
 
     @property
     def tracing(self) -> TraceConfig:
