@@ -342,8 +342,8 @@ def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path, monke
     ("text", "warning"),
     [
         (
-            "instance_group { } instance_group { passive: true }",
-            "instance_group[1].passive: has no effect; every instance",
+            "instance_group { } instance_group { profile: '1' }",
+            "instance_group[1].profile: has no effect; the first profile",
         ),
         ("optimization { cuda { graphs: true } }", "optimization.cuda: has no effect; for CUDA"),
         ("optimization { priority: PRIORITY_MAX }", "optimization.priority: has no effect"),
