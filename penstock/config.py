@@ -54,6 +54,8 @@ PREPROCESS_BACKEND = "preprocess"
 PACK, TOKENS = "penstock.pack", "tokens"
 # GPU memory of a worker for decoded images: a batch is decoded in parts of this size.
 DECODE_BYTES = 256 * MIB
+# The backend of ensembles, whose steps are other models (Triton's platform of this name).
+ENSEMBLE = "ensemble"
 # Triton's names of backends, where they differ from ours.
 PLATFORM_NAMES = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 # The option that says who runs an ONNX file on a GPU: Penstock's own engine, which is the default,
@@ -239,6 +241,18 @@ class BatchOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class EnsembleStep:
+    """One model of an ensemble. The maps lead from its inputs and outputs to the ensemble's own
+    tensors, which connect the steps."""
+
+    model: str
+    # Empty: the one that clients get who name none.
+    version: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class RecordPolicy:
     """How requests and answers of a model are recorded, if the server has a folder for them."""
 
@@ -328,6 +342,8 @@ class ModelConfig:
     # Inputs and outputs of the model that depend on which requests share a batch.
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
+    # Of an ensemble: the models that it runs.
+    steps: tuple[EnsembleStep, ...] = ()
     # Additional labels of the model's metrics.
     metric_tags: Mapping[str, str] = field(default_factory=dict)
     # Upper bounds of the histogram of the time to the first answer, in milliseconds; empty:
@@ -416,6 +432,11 @@ class ModelConfig:
         """Whether the model's own workers get encoded images: a GPU decodes or normalises them."""
         is_image = self.preprocess is not None and self.preprocess.function == IMAGE
         return is_image and self.uses_gpu and self.engine == "pytorch"
+
+    @property
+    def is_ensemble(self) -> bool:
+        """Whether it has no workers of its own, but passes requests on to other models."""
+        return self.backend == ENSEMBLE
 
     @property
     def has_one_owner(self) -> bool:

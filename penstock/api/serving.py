@@ -13,6 +13,7 @@ from penstock import server
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError, ConfigError, NotFound
 from penstock.repository import layout
+from penstock.repository.ensemble_files import add_members
 from penstock.repository.model_source import resolve
 from penstock.system import logs
 from penstock.system.file_limit import raise_file_limit
@@ -98,4 +99,5 @@ def find(path: str, options: ServeOptions) -> RepositoryScan:
             found.add(source.read_one(name))
         except NotFound as error:
             found.problems[name] = [str(error)]
+    add_members(found, source.read_one)
     return found

@@ -36,6 +36,7 @@ _READ = {
     "model_metrics.metric_control.": "metric_identifier.family histogram_options.buckets",
     "model_warmup.": "name batch_size count",
     "model_warmup.inputs.": "data_type dims zero_data random_data input_data_file",
+    "ensemble_scheduling.step.": "model_name model_version input_map output_map",
 }
 READ = frozenset(f"{start}{name}" for start, names in _READ.items() for name in names.split())
 # Only shown to clients, in `/config`.
@@ -47,7 +48,7 @@ GRANTED = frozenset(
 )
 # Refused if set: they change what a model does, and are not supported.
 _REFUSED = (
-    "sequence_batching ensemble_scheduling model_operations "
+    "sequence_batching model_operations "
     "model_transaction_policy.decoupled response_cache.enable model_repository_agents"
 )
 REFUSED = frozenset(_REFUSED.split())
@@ -63,6 +64,8 @@ REASONS = {
     "optimization.cuda": "for CUDA graphs set parameters.penstock.cuda_graphs",
     "optimization.gather_kernel_buffer_threshold": "inputs are gathered in shared memory",
     "optimization.eager_batching": "batches are formed while the instances compute",
+    "ensemble_scheduling.max_inflight_requests": "the members' own queues are limited",
+    "ensemble_scheduling.step.model_namespace": "names of models are unique in a server",
     "instance_group.rate_limiter": "every idle instance takes the next batch",
     "instance_group.secondary_devices": "an instance has one device",
     "instance_group.profile": "the first profile that allows a batch is used",

@@ -17,6 +17,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
+from penstock.repository.ensemble_files import needed_models, take_out_cycles
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.context import log_about
 from penstock.serving.fleet import Fleet, GpuReservations
@@ -85,10 +86,24 @@ class Catalog(ModelTable):
         by_name: dict[str, list[ModelConfig]] = {}
         for config in arranged.configs:
             by_name.setdefault(config.name, []).append(config)
+        needed = needed_models(arranged.configs)
+        for name, cycle in take_out_cycles(needed).items():
+            self._fail(name, tuple(cycle))
+        loaded = {name: asyncio.Event() for name in needed}
+
+        async def replace_one(name: str) -> None:
+            """Load a model after those that it runs, whether or not they could be loaded."""
+            try:
+                for other in needed[name]:
+                    await loaded[other].wait()
+                await self._replace(name, by_name[name], arranged.shares)
+            finally:
+                loaded[name].set()
+
         try:
             async with asyncio.TaskGroup() as group:
-                for name, configs in by_name.items():
-                    group.create_task(self._replace(name, configs, arranged.shares))
+                for name in needed:
+                    group.create_task(replace_one(name))
         finally:
             self._reservations.release(arranged.shares)
 
@@ -337,7 +352,7 @@ def pending_of(model: Served) -> list[Pending]:
     whole = replace(
         _pending(model),
         processes=model.processes,
-        is_staged=model.config.is_staged,
+        is_staged=model.config.is_staged or model.config.is_ensemble,
         drift=model.drift,
     )
     return [whole, *stages]

@@ -23,6 +23,7 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.repository import layout, model_source, staging
+from penstock.repository.ensemble_files import add_members
 from penstock.repository.python_file import local_imports
 from penstock.serving.catalog import Catalog, Commit
 from penstock.wire.documented import IndexRow
@@ -63,7 +64,8 @@ class Control:
     async def reload(self, name: str) -> None:
         """Load or replace a model in any mode; if it cannot be loaded, the old one stays."""
         async with self._lock(name):
-            found = await asyncio.to_thread(self._read, name)
+            loaded = {(each.config.name, each.config.version) for each in self._catalog}
+            found = await asyncio.to_thread(self._read_with_members, name, loaded)
             await self._catalog.load(found)
             failure = self._catalog.failure(name)
         if failure is not None:
@@ -97,6 +99,19 @@ class Control:
     def _read(self, name: str, version: str = "") -> layout.RepositoryScan:
         found = model_source.resolve(self.path).read_one(name, version)
         return found if self.allows_hard_links else layout.refuse_hard_links(found)
+
+    def _read_with_members(
+        self, name: str, loaded: Collection[tuple[str, str]]
+    ) -> layout.RepositoryScan:
+        """Read a model and, if it is an ensemble, those that it runs and that are not loaded."""
+        names = {loaded_name for loaded_name, _ in loaded}
+
+        def is_loaded(member: str, version: str) -> bool:
+            return (member, version) in loaded if version else member in names
+
+        found = self._read(name)
+        add_members(found, self._read, is_loaded)
+        return found
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._changing.setdefault(name, asyncio.Lock())

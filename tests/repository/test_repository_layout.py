@@ -529,7 +529,6 @@ def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
     "field",
     [
         "sequence_batching { }",
-        "ensemble_scheduling { }",
         "batch_input { }",
         "batch_output { }",
         'model_operations { op_library_filename: "x.so" }',
