@@ -58,6 +58,7 @@ DECODE_BYTES = 256 * MIB
 ENSEMBLE = "ensemble"
 # Triton's names of backends, where they differ from ours.
 PLATFORM_NAMES = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
+TORCHSCRIPT = "pytorch_libtorch"
 # The option that says who runs an ONNX file on a GPU: Penstock's own engine, which is the default,
 # or ONNX Runtime's GPU providers.
 GPU_ENGINE = "penstock.gpu_engine"
@@ -560,7 +561,17 @@ class ModelConfig:
 
     @property
     def platform(self) -> str:
+        if self.backend == "pytorch" and self.artifact.endswith(".pt"):
+            return TORCHSCRIPT
         return PLATFORM_NAMES.get(self.backend, self.backend)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPermissions:
+    """What an operator lets administrators send with a load."""
+
+    files: bool = False
+    code: bool = False
 
 
 @dataclass(frozen=True, slots=True)

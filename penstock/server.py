@@ -166,9 +166,10 @@ class Server:
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
         self.catalog.metrics_config = options.shown_metrics
+        hard_links, allowed = options.allow_hard_links, options.load_permissions
         made = ManagementApi(
             self.catalog,
-            Control(self.catalog, path, options.is_explicit, options.allow_hard_links),
+            Control(self.catalog, path, options.is_explicit, hard_links, allowed),
             self.lifecycle,
             options.id,
             tells_reasons=gate.keys is None,
@@ -325,6 +326,7 @@ class Server:
         await self._close_grpc()
         await self.http.close()
         await self.catalog.close()
+        self.management.control.close()
         self.management.regions.close()
         if self._shards is not None:
             self._shards.close()

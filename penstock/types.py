@@ -221,7 +221,7 @@ class Request:
     """
 
     __slots__ = (
-        "caller", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
+        "caller", "chain", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
         "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "rows", "sink",
         "takes_arrays", "ticket", "timeout_s", "timings", "turn", "uses_regions",
     )  # fmt: skip
@@ -256,6 +256,8 @@ class Request:
         self.timeout_s: float | None = None
         # Digest of the API key that came with it; empty if no key is required.
         self.caller = b""
+        # The models whose code called each other and waits for this request, the first one first.
+        self.chain: tuple[str, ...] = ()
         self.sink = sink
         self.timings = Timings(received)
         self.is_done = False

@@ -1,5 +1,6 @@
 """Which file each backend loads, and configurations worked out from those of torch and OpenVINO."""
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,11 +88,33 @@ def test_module_without_tensors_shows_what_is_missing(tmp_path: Path) -> None:
     assert [spec.name for spec in (*config.inputs, *config.outputs)] == ["x", "y"]
 
 
-def test_libtorch_platform_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    add_version(tmp_path, 'platform: "pytorch_libtorch"' + TENSORS, "model.pt")
+def write_script(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:  # as torch.jit.save lays it out
+        for name in ("data.pkl", "constants.pkl", "code/__torch__.py", "version"):
+            archive.writestr(f"model/{name}", b"")
+
+
+@pytest.mark.parametrize("text", ['platform: "pytorch_libtorch"', 'backend: "pytorch"', ""])
+def test_torchscript_is_served_with_a_warning(tmp_path: Path, text: str) -> None:
+    add_version(tmp_path, text + TENSORS, "model.pt")
+    write_script(tmp_path / "model" / "1" / "model.pt")
+    config = resolved(tmp_path)
+    assert (config.backend, config.platform) == ("pytorch", "pytorch_libtorch")
+    [warning] = config.warnings
+    assert warning.startswith("1/model.pt: is TorchScript, which PyTorch has deprecated")
+    assert "torch.export.save" in warning
+
+
+def test_torchscript_needs_its_tensors(tmp_path: Path) -> None:
+    add_version(tmp_path, 'platform: "pytorch_libtorch"', "model.pt")
+    write_script(tmp_path / "model" / "1" / "model.pt")
     [problem] = problems(tmp_path)
-    assert problem.startswith("platform: 'pytorch_libtorch' is TorchScript: a pickle")
-    assert "torch.export.save" in problem
+    assert problem.startswith("input, output: must be given for backend 'pytorch', for example: ")
+
+
+def test_platform_of_compiled_packages_is_the_same_backend(tmp_path: Path) -> None:
+    add_version(tmp_path, 'platform: "torch_aoti"' + TENSORS, "model.pt2")
+    assert resolved(tmp_path).backend == "pytorch"
 
 
 @pytest.mark.parametrize("file", ["model.pt", "weights.pth"])
@@ -99,7 +122,7 @@ def test_pickles_are_refused_with_the_way_out(tmp_path: Path, file: str) -> None
     name = "" if file == "model.pt" else f'default_model_filename: "{file}"'
     add_version(tmp_path, f'backend: "pytorch" {name}' + TENSORS, file)
     [problem] = problems(tmp_path)
-    assert problem.startswith(f"1/{file}: is TorchScript or a pickle")
+    assert problem.startswith(f"1/{file}: is no TorchScript archive, but perhaps a pickle")
     assert "torch.export.save as model.pt2" in problem
 
 

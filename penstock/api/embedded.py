@@ -61,9 +61,10 @@ class EmbeddedServer:
         if keys is not None:
             self.catalog.quotas.replace(keys.quotas)
         self.lifecycle = Lifecycle(is_loading=True)
+        hard_links, allowed = options.allow_hard_links, options.load_permissions
         self.management = ManagementApi(
             self.catalog,
-            Control(self.catalog, model, options.is_explicit, options.allow_hard_links),
+            Control(self.catalog, model, options.is_explicit, hard_links, allowed),
             self.lifecycle,
             options.id,
             tells_reasons=keys is None,
@@ -130,6 +131,7 @@ class EmbeddedServer:
         await asyncio.gather(*self._watching, return_exceptions=True)
         await self._rollouts.close()
         await self.catalog.close()
+        self.management.control.close()
         await self.v2.close()
         self.management.regions.close()
 

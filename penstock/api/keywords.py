@@ -35,6 +35,8 @@ class ServeKeywords(TypedDict, total=False):
     tls_client_ca: PathText
     allow_host: Sequence[str]
     shared_memory: bool
+    allow_load_files: bool
+    allow_load_code: bool
     record: PathText
     max_body_bytes: int
     max_json_bytes: int
@@ -44,6 +46,8 @@ class ServeKeywords(TypedDict, total=False):
     log_level: str | None
     log_format: str | None
     log_requests: bool
+    metrics_config: Sequence[str]
+    metrics_interval_ms: float
     price: float | None
 
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
-from penstock.config import GPU_MEMORY_RESERVE, GrpcConfig, HttpLimits, MetricsConfig, TlsConfig
+from penstock.config import (
+    GPU_MEMORY_RESERVE,
+    GrpcConfig,
+    HttpLimits,
+    LoadPermissions,
+    MetricsConfig,
+    TlsConfig,
+)
 from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
@@ -141,6 +148,18 @@ class ServeOptions:
         "of the server's user, and tensors in it are not sent. Needs the scope shared_memory.",
         value=False,
     )
+    allow_load_files: bool = security_flag(
+        "Let administrators load models from files that they send",
+        "Needs explicit mode and the scope admin. Switch it on where a pipeline deploys models "
+        "over the API; the files last until the model is loaded again.",
+        value=False,
+    )
+    allow_load_code: bool = security_flag(
+        "Let administrators send code with a load",
+        "Whoever has an admin key can then run any code as the server's user: model.py, .pt2 and "
+        "everything else that a backend executes. Needs --allow-load-files for files.",
+        value=False,
+    )
     record: str = record_flag(
         "Folder for recordings of requests and answers",
         "Records 1 % of the requests of every model, in at most 64 MB per model; penstock.record "
@@ -242,6 +261,10 @@ class ServeOptions:
     @property
     def limits(self) -> HttpLimits:
         return HttpLimits(self.max_body_bytes, self.max_json_bytes)
+
+    @property
+    def load_permissions(self) -> LoadPermissions:
+        return LoadPermissions(self.allow_load_files, self.allow_load_code)
 
     @property
     def is_explicit(self) -> bool:

@@ -87,9 +87,10 @@ def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
 def read_code(config: ModelConfig, name: str) -> bytes | None:
     """Return a file of compiled code beside the model, if it may be loaded. Beside module.py, which
     is code too, it may. Other models are only data, so there the version's manifest must have the
-    file's digest: then it was committed by `optimize`. Never beside a .pt2."""
+    file's digest: then it was committed by `optimize`. Never beside a .pt2 or
+    TorchScript."""
     path = Path(config.artifact).parent / name
-    if not path.is_file() or config.artifact.endswith(".pt2"):
+    if not path.is_file() or config.artifact.endswith((".pt2", ".pt")):
         return None
     content = path.read_bytes()
     if config.artifact.endswith(".py"):

@@ -62,6 +62,7 @@ class Code:
         sys.modules[self._package] = package
         sys.modules["triton_python_backend_utils"] = pb_utils
         sys.path.insert(0, folder)
+        pb_utils.MODEL_DIR.set(folder)
         name = f"{self._package}.model"
         spec = spec_from_file_location(name, self._path, loader=_Loader(name, str(self._path)))
         assert spec is not None and spec.loader is not None

@@ -3,8 +3,8 @@ Hugging Face folder (`torch_weights`).
 
 `module.py` has a function `factory` that returns the nn.Module; its weights are loaded strictly.
 `model.pt2` is written by `torch.export.save`, or it is an AOTInductor package: machine code for
-machines like the one that compiled it. No pickles: TorchScript and torch.save's files are refused,
-whatever their names.
+machines like the one that compiled it. `model.pt` is TorchScript (`torch_script`). No pickles:
+torch.save's files are refused, whatever their names.
 
 `docs/backends.md` explains the options; the effective settings are read back. `torch_fusion` fuses
 convolutions, `torch_packing` runs encoders without padding, `torch_linear` runs linear layers in
@@ -35,6 +35,7 @@ from penstock.backends import (
     torch_floats,
     torch_linear,
     torch_packing,
+    torch_script,
 )
 from penstock.backends.checks import (
     check_signature,
@@ -79,7 +80,7 @@ from penstock.config import CPU, GPU_ENGINE, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, first_line
 from penstock.kernels.convolution import Tuner
 from penstock.kernels.gemm import joined
-from penstock.repository import onnx_file, parameters, pt2_file
+from penstock.repository import onnx_file, parameters, pt2_file, torchscript_file
 from penstock.repository.signature import Signature
 from penstock.system import devices
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -126,7 +127,7 @@ ONE_STREAM = (
     "the kernels of penstock.fuse and penstock.pack share memory for partial sums, so their "
     "batches run one after the other; expected 1"
 )
-ONLY_CODE = "only for module.py; a .pt2 keeps what was exported"
+ONLY_CODE = "only for module.py; a .pt2 and TorchScript keep what was exported"
 # Advice of Inductor to use TF32, which is a separate option here because it changes answers.
 ADVICE = "TensorFloat32 tensor cores"
 TORCH_TYPES = {name: torch_type(name) for name in DATATYPES if name != "BYTES"}
@@ -266,6 +267,8 @@ class TorchRunner(Runner):
             return "ONNX"
         if self._config.artifact.endswith(PRETRAINED):
             return "transformers"
+        if torchscript_file.is_named(self._config.artifact):
+            return "TorchScript"
         return "pt2" if self._loaded.code is None else "module.py"
 
     def start(self, batch: Batch) -> Execution:
@@ -551,6 +554,10 @@ def _load_any(config: ModelConfig, options: Options) -> LoadedModule:
         module = load_network(Path(config.artifact).parent)
         names = [spec.name for spec in config.inputs]
         return _place_module(LoadedModule(module, (), names), config, options)
+    if torchscript_file.is_named(config.artifact):
+        with _labelled(config.label):
+            script, order = torch_script.load(config)
+        return LoadedModule(script, order.positional, order.keywords)
     if pt2_file.is_compiled(Path(config.artifact)):
         return _load_package(config, options)
     return _load_pt2(config)

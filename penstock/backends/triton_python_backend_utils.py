@@ -1,15 +1,16 @@
 """The module that a Triton `model.py` imports as `triton_python_backend_utils`, usually pb_utils.
 
 Names and signatures are Triton's, so that such files run unchanged; tensors are on the CPU and
-input arrays are read-only. Features that need the server while a model runs (other models, several
-responses to a request, custom metrics) raise TritonModelException.
+input arrays are read-only. `triton_calls` calls other models. Features that are not supported
+(several responses to a request, custom metrics) raise TritonModelException.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from penstock.backends.current import Current
 from penstock.types import DATATYPES, Array, Parameter
 
 if TYPE_CHECKING:
@@ -129,7 +131,11 @@ class PbTensor:
 
     def triton_dtype(self) -> int:
         """Return Triton's number of the datatype, for `triton_to_np_type`."""
-        return TYPE_NUMBERS[self._datatype or np_to_triton_dtype(self._array.dtype)]
+        return TYPE_NUMBERS[self.v2_datatype()]
+
+    def v2_datatype(self) -> str:
+        """Return the name on the wire; not in Triton's interface."""
+        return self._datatype or np_to_triton_dtype(self._array.dtype)
 
     def is_cpu(self) -> bool:
         return True
@@ -137,6 +143,8 @@ class PbTensor:
 
 # The name that models of Triton use.
 Tensor = PbTensor
+# The folder of the version whose code runs; not in Triton's interface.
+MODEL_DIR: Current[str] = Current("model_dir")
 
 
 class InferenceRequest:
@@ -213,11 +221,24 @@ class InferenceRequest:
     def get_response_sender(self) -> NoReturn:
         _refuse("get_response_sender (decoupled responses)")
 
-    def exec(self, decoupled: bool = False, execution_timeout: int = 0) -> NoReturn:
-        _refuse(f"asking model '{self._model_name}' from inside a model (exec)")
+    def exec(
+        self, decoupled: bool = False, execution_timeout: int = 0
+    ) -> InferenceResponse | Iterator[InferenceResponse]:
+        """Call the model, and wait for its response; with `decoupled`, return an iterator of its
+        responses. `execution_timeout` has no effect: `timeout` limits the wait for an instance."""
+        calls = importlib.import_module("penstock.backends.triton_calls")
+        made: InferenceResponse | Iterator[InferenceResponse]
+        made = calls.call_for_all(self) if decoupled else calls.call_once(self)
+        return made
 
-    async def async_exec(self, decoupled: bool = False, execution_timeout: int = 0) -> NoReturn:
-        _refuse(f"asking model '{self._model_name}' from inside a model (async_exec)")
+    async def async_exec(
+        self, decoupled: bool = False, execution_timeout: int = 0
+    ) -> InferenceResponse | AsyncIterator[InferenceResponse]:
+        """Like `exec`, awaited; the iterator is asynchronous, too."""
+        calls = importlib.import_module("penstock.backends.triton_calls")
+        made: InferenceResponse | AsyncIterator[InferenceResponse]
+        made = await (calls.await_all(self) if decoupled else calls.await_one(self))
+        return made
 
 
 class InferenceResponse:
@@ -321,6 +342,14 @@ class AutoConfig:
             raise ValueError(f"{kind} has no {', '.join(missing)}")
         others = [each for each in self._values[kind] if each["name"] != properties["name"]]
         self._values[kind] = [*others, dict(properties)]
+
+
+def get_model_dir() -> str:
+    """Return the folder of the model's version, which has `model.py`."""
+    folder = MODEL_DIR.get()
+    if folder is None:
+        raise TritonModelException("get_model_dir: no model is loaded")
+    return folder
 
 
 def v2_datatype(data_type: str) -> str:

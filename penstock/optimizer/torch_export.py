@@ -108,7 +108,17 @@ def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> 
     with warnings.catch_warnings(), torch.inference_mode(is_dynamo):
         # Tracing warns of values that become constants: answers are compared afterwards.
         warnings.simplefilter("ignore")
-        torch.onnx.export(module, examples(config), str(path), dynamo=is_dynamo, **options)
+        sample = examples(config)
+        program = module if is_dynamo else _without_scripts(module, sample)
+        torch.onnx.export(program, sample, str(path), dynamo=is_dynamo, **options)
+
+
+def _without_scripts(module: Plain, sample: tuple[torch.Tensor, ...]) -> torch.nn.Module:
+    """Return one trace of a module with TorchScript in it, which the exporter does not enter."""
+    if not any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+        return module
+    traced: torch.nn.Module = torch.jit.trace(module, sample, check_trace=False)
+    return traced
 
 
 def check_exported(path: Path, config: ModelConfig) -> None:

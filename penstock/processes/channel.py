@@ -166,11 +166,14 @@ class Channel:
                 fds.extend(received)
         return self._view[:size], fds
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send a datagram; OSError if it is too large or the other end has closed."""
         if len(data) > MAX_FRAME_BYTES:
             raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
-        self._sock.send(data)
+        if fds:
+            socket.send_fds(self._sock, [data], fds)
+        else:
+            self._sock.send(data)
 
     def send_now(self, data: bytes) -> None:
         """Send a datagram if the socket has room; BlockingIOError if it has none."""

@@ -236,7 +236,7 @@ def buildable(config: ModelConfig) -> tuple[str, ...]:
         # INT8 is made of ONNX files, and of models that can be exported to one.
         is_onnx_made = not config.artifact.endswith(".xml")
         return tuple(each for each in ON_CPUS if each != "int8" or is_onnx_made)
-    if config.backend != "pytorch" or config.artifact.endswith(".pt2"):
+    if config.backend != "pytorch" or config.artifact.endswith((".pt2", ".pt")):
         return ()
     return (*ON_GPUS, OF_PACKED) if PACK in config.options else ON_GPUS
 

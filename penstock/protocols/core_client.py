@@ -147,13 +147,19 @@ class CoreClient:
         """Return the core's answer to a management call; raise its error."""
         number = next(self._numbers)
         named = (call.action, call.model_name, call.model_version, dict(call.parameters))
-        self._line.send(frames.Manage(number, *named, caller))
+        files = [Tensor(name, "UINT8", (len(f),), f) for name, f in call.files.items()]
+
+        def send(parcel: frames.Parcel) -> None:
+            self._line.send(frames.Manage(number, *named, caller, parcel))
+
+        self._outbox.post(number, files, send)
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._managing[number] = answer
         try:
             return await answer
         except asyncio.CancelledError:
-            self._line.send(frames.Cancel(number))
+            if not self._outbox.withdraw(number):
+                self._line.send(frames.Cancel(number))
             raise
         finally:
             del self._managing[number]

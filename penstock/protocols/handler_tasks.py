@@ -18,12 +18,19 @@ from penstock.protocols import audit_log
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import WrongHead, reply_error
+from penstock.protocols.load_bodies import LoadParameters, read_load
 from penstock.protocols.route import Match
 from penstock.protocols.route_table import MISSING, unsupported
 from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.types import Buffer, Parameter
 from penstock.wire import json_errors
-from penstock.wire.documented import CudaRegionBody, IndexBody, LoadBody, SystemRegionBody
+from penstock.wire.documented import (
+    CudaRegionBody,
+    IndexBody,
+    LoadBody,
+    SystemRegionBody,
+    UnloadBody,
+)
 from penstock.wire.version_rows import PromoteBody, PruneBody, RollbackBody
 
 JSON = "application/json"
@@ -128,7 +135,11 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
     async def answer(call: RouteCall) -> Reply:
         match, action = call.match, call.match.route.handler
         named = match.model_name, match.model_version
-        asked = ManagementCall(action, *named, _parameters(call), call.caller)
+        if match.route.body is LoadBody:
+            sent = read_load(call.body, decode_body(call.body, LoadBody).parameters or {})
+        else:
+            sent = LoadParameters(_parameters(call))
+        asked = ManagementCall(action, *named, sent.parameters, call.caller, sent.files)
         return Reply(await management.answer(asked))
 
     async def metrics(call: RouteCall) -> Reply:
@@ -160,8 +171,8 @@ def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
     match body:
         case IndexBody():
             return {"ready": body.ready}
-        case LoadBody():
-            return dict.fromkeys(body.parameters or (), True)
+        case UnloadBody():
+            return dict(body.parameters or {})
         case SystemRegionBody():
             place = {"offset": body.offset, "byte_size": body.byte_size}
             return {"region": region, "key": body.key, **place}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from penstock.errors import ConfigError, TooLarge
+from penstock.serving.parcels import headers_of, read_pieces
 from penstock.serving.slab import Extents, Segment
 from penstock.types import Tensor
 from penstock.wire import frames
@@ -174,9 +175,7 @@ class Outbox:
             send(parcel)
 
     def _pack(self, tensors: Sequence[Tensor]) -> frames.Parcel | None:
-        pieces = tuple(
-            [frames.TensorHeader(t.name, t.datatype, tuple(t.shape), len(t.data)) for t in tensors]
-        )
+        pieces = headers_of(tensors)
         nbytes = sum([piece.nbytes for piece in pieces])
         if nbytes <= INLINE_BYTES:
             return frames.Parcel(pieces, b"".join([tensor.data for tensor in tensors]))
@@ -216,13 +215,4 @@ class ParcelLine:
 
 def unpack(parcel: frames.Parcel, segment: Segment) -> list[Tensor]:
     """Return the tensors of a parcel as views, valid until its memory is released."""
-    if parcel.offset is None:
-        view, start = memoryview(parcel.data), 0
-    else:
-        view, start = segment.view, parcel.offset
-    tensors: list[Tensor] = []
-    for piece in parcel.pieces:
-        end = start + piece.nbytes
-        tensors.append(Tensor(piece.name, piece.datatype, piece.shape, view[start:end]))
-        start = end
-    return tensors
+    return read_pieces(parcel, segment.view)

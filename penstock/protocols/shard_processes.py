@@ -303,7 +303,12 @@ class Session:
         named = (frame.action, frame.model_name, frame.model_version, frame.parameters)
         kind, text = "BackendFailed", "internal error"
         try:
-            body = await self._core.manage(ManagementCall(*named, frame.caller), frame.caller)
+            # Copied: the shard needs its memory for other messages while a model loads.
+            files = {each.name: bytes(each.data) for each in self.unpack(frame.parcel)}
+            if frame.parcel.offset is not None:
+                self.line.send(frames.Release((frame.parcel.offset,)))
+            call = ManagementCall(*named, frame.caller, files)
+            body = await self._core.manage(call, frame.caller)
             self.post(number, body, lambda parcel: frames.Managed(number, parcel))
             return
         except PenstockError as error:

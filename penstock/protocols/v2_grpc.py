@@ -19,7 +19,14 @@ from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, PenstockError, Unsupported
+from penstock.errors import (
+    SHUTTING_DOWN,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    PenstockError,
+    Unsupported,
+)
 from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall
 from penstock.protocols.grpc_server import GrpcServer, OpenCall
@@ -157,7 +164,7 @@ class ManagementRpc:
         message = parse(self._request_type, bytes(data))
         if action in MISSING:
             raise unsupported(action)
-        asked = ManagementCall(action, *_arguments(message), caller)
+        asked = ManagementCall(action, *_arguments(message), caller, _files(message))
         try:
             body = await manage(asked, caller)
         except (NotFound, NotReady):
@@ -244,6 +251,25 @@ def _region_arguments(message: Proto) -> dict[str, Parameter]:
     return found
 
 
+def _model_parameters(message: Proto) -> dict[str, Parameter]:
+    """Return the parameters of a load or unload without the contents of files."""
+    found: dict[str, Parameter] = {}
+    for name, value in message.parameters.items():
+        choice = value.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequest(f"parameter '{name}' has no value")
+        if choice != "bytes_param":
+            found[name] = getattr(value, choice)
+    return found
+
+
+def _files(message: Proto) -> dict[str, Buffer]:
+    if not isinstance(message, service_pb2.RepositoryModelLoadRequest):
+        return {}
+    values = message.parameters.items()
+    return {name: value.bytes_param for name, value in values if value.HasField("bytes_param")}
+
+
 def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
     """Return the model, the version and the parameters that a message names."""
     if getattr(message, "repository_name", ""):
@@ -251,11 +277,8 @@ def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
     match message:
         case service_pb2.RepositoryIndexRequest():
             return "", "", {"ready": message.ready}
-        case service_pb2.RepositoryModelLoadRequest():
-            # Only the names: values may be whole files, and are not used.
-            return message.model_name, "", dict.fromkeys(message.parameters, True)
-        case service_pb2.RepositoryModelUnloadRequest():
-            return message.model_name, "", {}
+        case service_pb2.RepositoryModelLoadRequest() | service_pb2.RepositoryModelUnloadRequest():
+            return message.model_name, "", _model_parameters(message)
     if isinstance(message, REGION_MESSAGES):
         return "", "", _region_arguments(message)
     return getattr(message, "name", ""), getattr(message, "version", ""), {}

@@ -39,6 +39,7 @@ from penstock.serving.regions import read_regions
 from penstock.serving.served import Served
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import Request
+from penstock.wire.documented import LoadBody
 from penstock.wire.v2 import Codec
 from penstock.wire.v2_request import decode_raw
 
@@ -310,7 +311,9 @@ class V2Http:
         await self._router.close()
 
     def _check_json_bytes(self, exchange: Exchange, match: Match) -> None:
-        if len(exchange.body) > self._limits.max_json_bytes:
+        # A load may carry files, which are not tensors.
+        is_load = match.route.body is LoadBody
+        if not is_load and len(exchange.body) > self._limits.max_json_bytes:
             error = too_much_json(self._limits)
             caller = self._gate.caller_name(exchange.head.headers)
             audit_log.record_refusal(match, caller, error)

@@ -3,7 +3,7 @@ order. `ensemble_rules` says whether they fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from penstock.config import ModelConfig
 from penstock.errors import NotFound
@@ -31,6 +31,7 @@ def add_members(
                 problems.append(f"{STEP}[{index}].model_name: {error}")
                 continue
             found.add(more)
+            found.members.add(step.model)
             waiting += more.configs
     found.configs = [config for config in found.configs if config.name not in found.problems]
 
@@ -43,6 +44,21 @@ def needed_models(configs: Iterable[ModelConfig]) -> dict[str, set[str]]:
     for config in configs:
         needed[config.name] |= {step.model for step in config.steps} & names
     return needed
+
+
+def unneeded_members(
+    name: str, loaded: Iterable[ModelConfig], removable: Collection[str]
+) -> list[str]:
+    """Return the `removable` models that only this ensemble runs, directly or through others of
+    them. `loaded` are all models, this one included."""
+    needed = needed_models(loaded)
+    gone = [name]
+    for each in gone:
+        for member in sorted(needed.get(each, ())):
+            users = {user for user, members in needed.items() if member in members}
+            if member in removable and member not in gone and users <= set(gone):
+                gone.append(member)
+    return gone[1:]
 
 
 def take_out_cycles(needed: dict[str, set[str]]) -> dict[str, list[str]]:

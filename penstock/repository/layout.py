@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config import LLM, ModelConfig
-from penstock.errors import ConfigError, NotFound
+from penstock.errors import ConfigError, InvalidRequest, NotFound
 from penstock.repository import links, onnx_file, parameters, pbtxt, pretrained, pretrained_message
 from penstock.repository import manifest as manifests
 from penstock.repository.pbtxt_fields import Proto
@@ -37,6 +37,9 @@ PICKLED = (
     "; pytorch_model.bin is a pickle, which can run any code: load the model with transformers "
     "where it is trusted and write it with save_pretrained"
 )
+NOT_OVERRIDDEN = (
+    "'config' needs a model's folder with versions; change the files and load it without parameters"
+)
 FOLLOW_HINT = f"; parameters.{parameters.FOLLOW_LINKS} 'true' allows that"
 
 
@@ -47,6 +50,8 @@ class RepositoryScan:
     configs: list[ModelConfig] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
+    # Models that were not asked for, but that ensembles run.
+    members: set[str] = field(default_factory=set)
 
     def add(self, other: RepositoryScan) -> None:
         self.configs += other.configs
@@ -128,7 +133,9 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
     return _read_all(_folders(root), root)
 
 
-def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> RepositoryScan:
+def _read_all(
+    folders: Sequence[Path], root: Path, only: str = "", override: Proto | None = None
+) -> RepositoryScan:
     found = RepositoryScan()
     for folder in folders:
         name = _name(folder)
@@ -138,11 +145,13 @@ def _read_all(folders: Sequence[Path], root: Path, only: str = "") -> Repository
             found.configs = [config for config in found.configs if config.name != name]
             continue
         if _is_gguf(folder) or _is_text_folder(folder):
+            if override is not None:
+                raise InvalidRequest(f"{name}: {NOT_OVERRIDDEN}")
             found.add(read_hugging_face(folder))
             continue
         found.folders[folder.name] = folder
         try:
-            found.configs += _read_model(folder, root, only)
+            found.configs += _read_model(folder, root, only, override)
         except ConfigError as error:
             found.problems[folder.name] = list(error.problems)
         except OSError as error:
@@ -306,21 +315,28 @@ def names(path: str | os.PathLike[str]) -> list[str]:
     return [_name(root)]
 
 
-def read_one(path: str | os.PathLike[str], name: str, version: str = "") -> RepositoryScan:
+def read_one(
+    path: str | os.PathLike[str], name: str, version: str = "", override: Proto | None = None
+) -> RepositoryScan:
     """Read one model of a repository: the versions that its policy selects, or only the given one.
-    The names are compared, never used as paths."""
+    `override` is used instead of each config.pbtxt there. The names are compared, never used as
+    paths."""
     root = Path(os.path.abspath(path))
     there = names(root)
     if name not in there:
         raise NotFound(
             f"no such model: '{name}' is not in the model repository; there: {listed(there)}"
         )
-    if folder_kind(root) is not ModelKind.REPOSITORY:
-        return read(root)
+    if (kind := folder_kind(root)) is not ModelKind.REPOSITORY:
+        if override is None:
+            return read(root)
+        if kind is not ModelKind.MODEL_FOLDER:
+            raise InvalidRequest(f"{name}: {NOT_OVERRIDDEN}")
+        return _read_all([root], root.resolve(), override=override)
     folders = [folder for folder in _folders(root) if _name(folder) == name]
     if version and not any(version in version_folders(each) for each in folders if each.is_dir()):
         raise NotFound(f"{name}: no such version: '{version}'")
-    return _read_all(folders, root, version)
+    return _read_all(folders, root, version, override)
 
 
 def flat(problems: Mapping[str, Sequence[str]]) -> list[str]:
@@ -345,13 +361,15 @@ def _folders(root: Path) -> list[Path]:
         raise ConfigError(f"{root}: cannot be read: {error.strerror}") from None
 
 
-def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
+def _read_model(
+    folder: Path, root: Path, only: str, override: Proto | None = None
+) -> list[ModelConfig]:
     """Read the versions of one model that its version policy selects, or `only` that one."""
     if not folder.resolve().is_relative_to(root.resolve()):
         raise ConfigError("folder: a link that leads out of the repository")
     _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
     _check_links(folder, root, [folder / WARMUPS])
-    message = read_message(folder)
+    message = read_message(folder) if override is None else override
     problems: list[str] = []
     versions = [only] if only else chosen(folder, message, problems)
     configs: list[ModelConfig] = []
@@ -360,7 +378,7 @@ def _read_model(folder: Path, root: Path, only: str) -> list[ModelConfig]:
             if not parameters.follows_links(message):
                 hint = FOLLOW_HINT if message.backend == LLM else ""
                 _check_links(folder, root, _of_version(folder, version, root), hint)
-            configs.append(read_version(folder, version, message))
+            configs.append(read_version(folder, version, message, override is not None))
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
@@ -395,17 +413,27 @@ def read_message(folder: Path, version: str = "") -> Proto:
     return pbtxt.parse(text, where)
 
 
+def read_own_message(path: str | os.PathLike[str], name: str) -> Proto:
+    """Read the config.pbtxt of one model of a repository; an empty message without one."""
+    root = Path(os.path.abspath(path))
+    is_repository = name in names(root) and folder_kind(root) is ModelKind.REPOSITORY
+    return read_message(root / name if is_repository else root)
+
+
 def has_own_config(folder: Path, version: str) -> bool:
     return (folder / version / CONFIG).is_file()
 
 
-def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
-    """Read one version, by its own config.pbtxt or else by `message`, the model's. An incomplete
-    version is refused unread. The evidence's SLO applies if the configuration has none."""
+def read_version(
+    folder: Path, version: str, message: Proto, is_override: bool = False
+) -> ModelConfig:
+    """Read one version, by its own config.pbtxt or else by `message`, the model's, or by `message`
+    alone if that is an override. An incomplete version is refused unread. The evidence's SLO
+    applies if the configuration has none."""
     path = folder / version
     manifest = manifests.read(path)
     if manifest is None:
-        return _resolve(folder, version, message)
+        return _resolve(folder, version, message, is_override)
     if problems := manifests.check_files(manifest, path):
         raise ConfigError(problems)
     try:
@@ -414,7 +442,7 @@ def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
         promised = None
         problems += [f"{version}/{manifests.NAME}: {problem}" for problem in error.problems]
     try:
-        config = _resolve(folder, version, message)
+        config = _resolve(folder, version, message, is_override)
     except ConfigError as error:
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
@@ -430,8 +458,8 @@ def read_version(folder: Path, version: str, message: Proto) -> ModelConfig:
     return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
 
 
-def _resolve(folder: Path, version: str, message: Proto) -> ModelConfig:
-    if not has_own_config(folder, version):
+def _resolve(folder: Path, version: str, message: Proto, is_override: bool) -> ModelConfig:
+    if is_override or not has_own_config(folder, version):
         return pbtxt.resolve(message, folder.name, folder / version)
     policy = message.version_policy if message.HasField("version_policy") else None
     message = read_message(folder, version)

@@ -21,9 +21,10 @@ from pathlib import Path
 import msgspec
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotFound
-from penstock.repository import layout, pbtxt, pretrained, python_file
+from penstock.errors import ConfigError, InvalidRequest, NotFound
+from penstock.repository import layout, pbtxt, pretrained, python_file, torchscript_file
 from penstock.repository.layout import ModelKind, RepositoryScan
+from penstock.repository.pbtxt_fields import Proto
 
 FORMS = (
     "model.onnx, model.pt2, model.xml, model.gguf, model.py, a Hugging Face folder, a model's "
@@ -61,7 +62,7 @@ SAVED_MODEL = (
 )
 # Files that hold a model, or a part of it, in a form that is not served, and what to do.
 NOT_SERVED: Mapping[str, str] = {
-    ".pt": f"a file of torch.save or TorchScript is a pickle, which can run any code; {FROM_TORCH}",
+    ".pt": f"a file of torch.save is a pickle, which can run any code; {FROM_TORCH}",
     ".pth": f"a state dict has no code; {FROM_TORCH}",
     ".ckpt": f"a checkpoint has no code; {FROM_TORCH}",
     ".bin": FROM_FOLDER + FROM_TORCH,
@@ -89,6 +90,10 @@ NOT_SERVED: Mapping[str, str] = {
     **dict.fromkeys((".zip", ".tar", ".gz"), "an archive; unpack it and give what is in it"),
     ".mar": "an archive of TorchServe; unpack it and give what is in it",
 }
+SCRIPT = (
+    "a TorchScript file does not tell its tensors; put it into a model's folder as 1/model.pt and "
+    f"declare them in config.pbtxt; better, {FROM_TORCH}"
+)
 SAVED_MODEL_FILE, ADAPTER_FILE = "saved_model.pb", "adapter_config.json"
 
 
@@ -136,12 +141,16 @@ class ModelSource:
             problem = f"{self.path}: holds no model '{self.name}'; there: {there}"
             raise ConfigError(problem) from None
 
-    def read_one(self, name: str, version: str = "") -> RepositoryScan:
-        """Read one of `names()`, or only one version of it; NotFound for others. The names are
-        compared, never used as paths."""
+    def read_one(
+        self, name: str, version: str = "", override: Proto | None = None
+    ) -> RepositoryScan:
+        """Read one of `names()`, or only one version of it, with `override` instead of each
+        config.pbtxt; NotFound for others. The names are compared, never used as paths."""
         if self.kind not in BACKENDS and self.kind is not ModelKind.FACTORY:
             self._check_served()
-            return layout.read_one(self.path, name, version)
+            return layout.read_one(self.path, name, version, override)
+        if override is not None:
+            raise InvalidRequest(f"{name}: {layout.NOT_OVERRIDDEN}")
         if name != self.name:
             raise NotFound(f"no such model: '{name}' is not served here; there: {self.name}")
         # Asked for again, a factory may be other code.
@@ -236,6 +245,8 @@ def _resolve_path(path: Path, text: str, name: str) -> ModelSource:
     if suffix in FILE_KINDS:
         stem = path.stem if suffix == layout.GGUF else valid_name(path.stem)
         return ModelSource(FILE_KINDS[suffix], path, name or stem)
+    if suffix in torchscript_file.SUFFIXES and torchscript_file.is_script(path):
+        raise ConfigError(f"{text}: {SCRIPT}")
     raise ConfigError(f"{text}: {NOT_SERVED.get(suffix, f'not a model; expected {FORMS}')}")
 
 

@@ -31,16 +31,18 @@ from penstock.config import (
     ONNX_RUNTIME,
     PLATFORM_NAMES,
     STAGES,
+    TORCHSCRIPT,
     BatchPolicy,
     ModelConfig,
     Preprocess,
     QueuePolicy,
     Warmup,
 )
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import (
     accelerators,
     ensemble_rules,
+    foreign_models,
     image_settings,
     onnx_file,
     openvino_file,
@@ -53,6 +55,7 @@ from penstock.repository import (
     pretrained,
     pt2_file,
     python_file,
+    torchscript_file,
 )
 from penstock.repository.parameters import (
     IMAGE_INPUT,
@@ -72,7 +75,7 @@ from penstock.types import TensorSpec, TimeoutAction
 FILES = {
     "onnxruntime": ("model.onnx",),
     "python": ("model.py",),
-    # TorchScript last: it is refused, with advice.
+    # TorchScript last: an exported program is better.
     "pytorch": ("model.pt2", "module.py", "model.pt"),
     "openvino": ("model.xml", "model.onnx"),
     "tensorrt": ("model.plan",),
@@ -98,7 +101,11 @@ EXAMPLE = (
     'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
 )
-PLATFORMS = {platform: backend for backend, platform in PLATFORM_NAMES.items()}
+PLATFORMS = {
+    **{platform: backend for backend, platform in PLATFORM_NAMES.items()},
+    TORCHSCRIPT: "pytorch",
+    "torch_aoti": "pytorch",
+}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
 # Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
@@ -136,6 +143,21 @@ def parse(text: str, where: str = "config.pbtxt") -> Proto:
             return text_format.Parse(text, _types().ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def parse_json(text: str, where: str) -> Proto:
+    """Parse the JSON form of a message, with the names of fields as in config.pbtxt."""
+    from google.protobuf import json_format
+
+    try:
+        return json_format.Parse(text, _types().ModelConfig())
+    except (json_format.ParseError, RecursionError) as error:
+        raise InvalidRequest(f"{where}: {first_line(error)}") from None
+
+
+def named_backend(message: Proto) -> str:
+    """Return the backend that a message names, or means by its platform; empty if it names none."""
+    return str(message.backend or PLATFORMS.get(message.platform, message.platform))
 
 
 def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
@@ -347,6 +369,7 @@ class _Resolver:
     _named: Path | None
     _problems: list[str] = dataclasses.field(default_factory=list)
     _notes: list[str] = dataclasses.field(default_factory=list)
+    _warnings: list[str] = dataclasses.field(default_factory=list)
 
     def _refuse_unsupported(self) -> None:
         for path in UNSUPPORTED:
@@ -477,7 +500,7 @@ class _Resolver:
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
             notes=tuple(self._notes),
-            warnings=(*pbtxt_fields.unused(message), *_ineffective(config, message), *skipped),
+            warnings=(*self._warnings, *_ineffective(config, message), *skipped),
         )
 
     def _with_labels(self, config: ModelConfig) -> ModelConfig:
@@ -507,20 +530,24 @@ class _Resolver:
     def _backend(self) -> str:
         message = self._message
         backend = str(message.backend or PLATFORMS.get(message.platform, ""))
-        if backend:
+        if not backend and not message.platform:
+            for name, files in FILES.items():
+                if any((self._folder / file).exists() for file in files):
+                    return name
+        names = [item.name for item in message.input], [item.name for item in message.output]
+        if problem := foreign_models.problem(
+            self._folder, message.platform, message.backend, *names
+        ):
+            self._problem("platform" if message.platform else "backend", problem)
+        elif backend:
             if backend not in (*backends.NAMES, LLM):
                 known = ", ".join(sorted((*backends.NAMES, LLM)))
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
-        elif message.platform == "pytorch_libtorch":
-            self._problem("platform", f"'{message.platform}' is TorchScript: {pt2_file.PICKLE}")
         elif message.platform:
             self._problem("platform", f"'{message.platform}' is not one of {', '.join(PLATFORMS)}")
         else:
-            for name, names in FILES.items():
-                if any((self._folder / file).exists() for file in names):
-                    return name
-            files = " nor ".join(f"{self._folder.name}/{names[0]}" for names in FILES.values())
-            self._problem("backend", f"not given, and neither {files} exists")
+            usual = " nor ".join(f"{self._folder.name}/{names[0]}" for names in FILES.values())
+            self._problem("backend", f"not given, and neither {usual} exists")
         return backend
 
     def _artifact(self, backend: str) -> Path:
@@ -541,9 +568,17 @@ class _Resolver:
             self._problem(f"{self._folder.name}/{file}", "no such file")
         elif backend in FILES and not path.is_file():
             self._problem(f"{self._folder.name}/{file}", "not a file")
-        elif backend == "pytorch" and path.suffix in (".pt", ".pth", ".bin"):
-            self._problem(f"{self._folder.name}/{file}", f"is TorchScript or {pt2_file.PICKLE}")
+        elif backend == "pytorch" and torchscript_file.is_named(path):
+            self._check_script(path, f"{self._folder.name}/{file}")
         return path
+
+    def _check_script(self, path: Path, label: str) -> None:
+        try:
+            torchscript_file.check(path)
+        except ConfigError as error:
+            self._problems += [f"{label}: {problem}" for problem in error.problems]
+        else:
+            self._warnings.append(f"{label}: {torchscript_file.DEPRECATED}")
 
     def _linked(self, backend: str, base: Path, file: str) -> Path | None:
         """Return the file of a language model that is a link: always if it stays in the model's
@@ -771,7 +806,7 @@ class _Resolver:
 
 
 def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
-    """Return warnings about fields that have no effect combined with the rest of this file."""
+    """Return warnings about fields that have no effect, at all or with the rest of this file."""
     found: list[tuple[str, str]] = []
     policy = config.batching
     is_text = config.backend == LLM
@@ -792,7 +827,7 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         found.append((f"parameters.{parameters.PREPROCESS}", why))
     found += _without_engine(config, message)
     warnings = [f"{path}: has no effect; {why}" for path, why in found]
-    return [*warnings, *parameters.unknown_options(config)]
+    return [*pbtxt_fields.unused(message), *warnings, *parameters.unknown_options(config)]
 
 
 def _without_engine(config: ModelConfig, message: Proto) -> list[tuple[str, str]]:
@@ -901,7 +936,7 @@ def _signature_reader(backend: str, artifact: Path) -> SignatureReader | None:
     """Return the function that reads a file's signature without its library, or None."""
     if backend in ("openvino", "pytorch") and artifact.suffix == ".onnx":
         return onnx_file.read_signature
-    if backend == "pytorch" and artifact.suffix == ".py":
+    if backend == "pytorch" and (artifact.suffix == ".py" or torchscript_file.is_named(artifact)):
         return None
     return READERS.get(backend)
 

@@ -207,8 +207,10 @@ def _check_kind(files: set[str]) -> None:
     if any(name.startswith(COMPILED) for name in files):
         raise ConfigError("is an AOTInductor package, which does not tell its tensors; give them")
     if files & {"constants.pkl", "data.pkl"}:
-        what = "TorchScript" if "constants.pkl" in files else "a file of torch.save"
-        raise ConfigError(f"is {what}: {PICKLE}")
+        if "constants.pkl" in files:
+            advice = "rename it to model.pt, or export the model with torch.export.save"
+            raise ConfigError(f"is TorchScript; {advice}")
+        raise ConfigError(f"is a file of torch.save: {PICKLE}")
     if files & {"data/weights/model.pt", "data/constants/model.pt", "serialized_state_dict.pt"}:
         raise ConfigError(
             "its weights are a pickle, as torch wrote them up to 2.8, and are not read; "

@@ -44,6 +44,8 @@ class RunningBatch:
     is_recalled: bool = False
     # When it was started; it may have waited in the worker for a batch of another shard.
     began: float = 0.0
+    # For how long its worker had waited for other models when it was sent.
+    waited_s: float = 0.0
     # Inputs and outputs that are not in shared memory.
     held: HeldBatch | None = None
 

@@ -59,9 +59,15 @@ class Catalog(ModelTable):
         self._loader = VersionLoader(self, start_life, makers or {}, shards, reservations.find_room)
         # When the latest load of each model began, in ns, by the clock that stamps files.
         self.load_began_ns: dict[str, int] = {}
+        # Models that are loaded only because an ensemble runs them.
+        self.loaded_along: set[str] = set()
         # Serialize changes of one model.
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._leaving: set[asyncio.Task[None]] = set()
+
+    def listen_to_ends(self, on_end: Callable[[ModelConfig], object]) -> None:
+        """Let `on_end` hear of each version whose files are not read any more."""
+        self._loader.on_end = on_end
 
     def announce(self, found: RepositoryScan) -> None:
         """Say that these models will be loaded: until then they are not ready, not unknown."""
@@ -71,6 +77,8 @@ class Catalog(ModelTable):
     async def load(self, found: RepositoryScan) -> None:
         """Load or replace all models found; a failure of one does not affect the others."""
         self.announce(found)
+        self.loaded_along.difference_update(found.folders)
+        self.loaded_along |= found.members
         now_ns = time.time_ns()
         self.load_began_ns.update((config.name, now_ns) for config in found.configs)
         try:
@@ -145,6 +153,7 @@ class Catalog(ModelTable):
         async with self._changing[name]:
             self._failures.pop(name, None)
             self._awaited.discard(name)
+            self.loaded_along.discard(name)
             self._latest.pop(name, None)
             self.load_began_ns.pop(name, None)
             models = self._models.pop(name, {})

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock.config import ModelConfig
+from penstock.serving.called_models import Callees
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.plan import Planner
 from penstock.serving.quotas import QueueShares, Quotas
@@ -56,6 +57,8 @@ class ModelContext:
     regions: RegionTable = NO_REGIONS
     # How many batches it has run for all shards. Also a hint; not a number if it is unknown.
     num_batches: Callable[[int], float] = lambda index: math.nan
+    # The models that its code can call; None: none.
+    callees: Callees | None = None
 
 
 def log_about(

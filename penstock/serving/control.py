@@ -1,7 +1,8 @@
 """Model control: operators load, unload and list models through it, whatever the protocol.
 
-Reads the repository off the event loop. Changes are allowed in explicit mode only. `Reloader` is
-for development (`penstock serve --reload`): it reloads Python models whose files change.
+Reads the repository off the event loop. Changes are allowed in explicit mode only. A load may bring
+a configuration and files of its own, which last until the next load. `Reloader` is for development
+(`penstock serve --reload`): it reloads Python models whose files change.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from penstock.config import ModelConfig
+from penstock.config import LoadPermissions, ModelConfig
 from penstock.errors import (
     ConfigError,
     InvalidRequest,
     NotAllowed,
     PenstockError,
     StorageFull,
-    Unsupported,
 )
-from penstock.repository import layout, model_source, staging
-from penstock.repository.ensemble_files import add_members
+from penstock.repository import layout, load_request, model_source, pbtxt, staging
+from penstock.repository.ensemble_files import add_members, unneeded_members
+from penstock.repository.load_request import LoadRequest
+from penstock.repository.loaded_folders import LoadedFolders
+from penstock.repository.pbtxt_fields import Proto
 from penstock.repository.python_file import local_imports
 from penstock.serving.catalog import Catalog, Commit
+from penstock.types import Buffer, Parameter
 from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.reload")
@@ -44,6 +48,9 @@ class Control:
     path: str
     is_explicit: bool
     allows_hard_links: bool = False
+    # What administrators may send with a load.
+    allowed: LoadPermissions = LoadPermissions()
+    folders: LoadedFolders = field(default_factory=LoadedFolders)
     # By model. A change reads the repository and loads what it read before the next one reads.
     _changing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
@@ -54,22 +61,78 @@ class Control:
         rows = self._catalog.index(names)
         return [each for each in rows if each.state == "READY" or not only_ready]
 
-    async def load(self, name: str, parameters: Collection[str] = ()) -> None:
-        """Load or replace a model. If this call is cancelled, nothing changes."""
+    async def load(
+        self,
+        name: str,
+        parameters: Mapping[str, Parameter] | None = None,
+        files: Mapping[str, Buffer] | None = None,
+    ) -> None:
+        """Load or replace a model. If this call is cancelled, nothing changes. Parameters replace
+        the configuration in the repository, or also all files, until the next load."""
         self.check_explicit()
-        if parameters:
-            raise Unsupported("load takes no parameters here: the repository is what is loaded")
-        await self.reload(name)
+        request = load_request.parse(parameters or {}, files or {}, self.allowed)
+        if request.config is None:
+            await self.reload(name)
+            return
+        what = request.describe()
+        log.info("%s is loaded with %s from a client", name, what, extra={"model": name})
+        async with self._lock(name):
+            if request.files:
+                await self._load_sent(name, request)
+            else:
+                await self._load_found(
+                    name, await asyncio.to_thread(self._read_with, name, request.config)
+                )
+
+    async def _load_sent(self, name: str, request: LoadRequest) -> None:
+        """Load a model from the files of the request alone."""
+        load_request.check_name(name)
+        self._catalog.listen_to_ends(self.folders.release)
+        text = pbtxt.to_text(request.config)
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(self.folders.write, name, text, request.files)
+        )
+        try:
+            repository = await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # The thread goes on; what it writes is not used.
+            writing.add_done_callback(self._discard_written)
+            raise
+        try:
+            found = await asyncio.to_thread(layout.read_one, repository, name)
+            await self._load_found(name, found)
+        finally:
+            there = (Path(model.config.artifact) for model in self._catalog)
+            if not any(path.is_relative_to(repository) for path in there):
+                await asyncio.to_thread(self.folders.discard, repository)
+
+    def _discard_written(self, writing: asyncio.Future[Path]) -> None:
+        if not writing.cancelled() and writing.exception() is None:
+            self.folders.discard(writing.result())
+
+    def _read_with(self, name: str, config: Proto) -> layout.RepositoryScan:
+        """Read a model with another configuration."""
+        if not self.allowed.code:
+            try:
+                own = layout.read_own_message(self.path, name)
+            except ConfigError:
+                own = None
+            load_request.check_settings(config, own)
+        return self._check(model_source.resolve(self.path).read_one(name, override=config))
+
+    async def _load_found(self, name: str, found: layout.RepositoryScan) -> None:
+        if any(config.is_ensemble for config in found.configs):
+            loaded = {(each.config.name, each.config.version) for each in self._catalog}
+            await asyncio.to_thread(self._add_members, found, loaded)
+        await self._catalog.load(found)
+        failure = self._catalog.failure(name)
+        if failure is not None:
+            raise _refuse(name, failure.problems)
 
     async def reload(self, name: str) -> None:
         """Load or replace a model in any mode; if it cannot be loaded, the old one stays."""
         async with self._lock(name):
-            loaded = {(each.config.name, each.config.version) for each in self._catalog}
-            found = await asyncio.to_thread(self._read_with_members, name, loaded)
-            await self._catalog.load(found)
-            failure = self._catalog.failure(name)
-        if failure is not None:
-            raise _refuse(name, failure.problems)
+            await self._load_found(name, await asyncio.to_thread(self._read, name))
 
     async def switch(self, name: str, version: str, commit: Commit) -> None:
         """Serve this version of a model instead of those that are served. It is loaded beside them;
@@ -97,28 +160,40 @@ class Control:
         return found.only(self.path, version, "")
 
     def _read(self, name: str, version: str = "") -> layout.RepositoryScan:
-        found = model_source.resolve(self.path).read_one(name, version)
+        return self._check(model_source.resolve(self.path).read_one(name, version))
+
+    def _check(self, found: layout.RepositoryScan) -> layout.RepositoryScan:
         return found if self.allows_hard_links else layout.refuse_hard_links(found)
 
-    def _read_with_members(
-        self, name: str, loaded: Collection[tuple[str, str]]
-    ) -> layout.RepositoryScan:
-        """Read a model and, if it is an ensemble, those that it runs and that are not loaded."""
-        names = {loaded_name for loaded_name, _ in loaded}
+    def _add_members(
+        self, found: layout.RepositoryScan, loaded: Collection[tuple[str, str]]
+    ) -> None:
+        """Add the models that an ensemble runs and that are not loaded by name and version."""
+        names = {name for name, _ in loaded}
 
         def is_loaded(member: str, version: str) -> bool:
             return (member, version) in loaded if version else member in names
 
-        found = self._read(name)
         add_members(found, self._read, is_loaded)
-        return found
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._changing.setdefault(name, asyncio.Lock())
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, with_dependents: object = False) -> None:
+        """Unload a model; `with_dependents`, also the models that were loaded only because this
+        ensemble runs them, unless others run them too."""
         self.check_explicit()
+        if not isinstance(with_dependents, bool):
+            raise InvalidRequest("'unload_dependents' must be true or false")
+        loaded = {each.config.name: each.config for each in self._catalog}
         await self._catalog.unload(name)
+        if with_dependents:
+            for member in unneeded_members(name, loaded.values(), self._catalog.loaded_along):
+                await self._catalog.unload(member)
+
+    def close(self) -> None:
+        """Remove the files that came with loads, once no model is loaded."""
+        self.folders.close()
 
     def check_explicit(self) -> None:
         """Raise NotAllowed unless changes are allowed."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.serving.called_models import Callees
 from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
 from penstock.serving.regions import NO_REGIONS, RegionTable
 from penstock.wire import frames
@@ -107,6 +108,8 @@ class ShardSetup:
     # Memory that clients have registered.
     regions: RegionTable = NO_REGIONS
     busy_s: Callable[[int], float] = lambda index: 0.0
+    # The models that its code can call; None: none.
+    callees: Callees | None = None
 
 
 ONLY_SHARD = ShardSetup()

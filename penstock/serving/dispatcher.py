@@ -17,6 +17,7 @@ from functools import partial
 
 from penstock.errors import BackendFailed, PenstockError, TooLarge
 from penstock.serving.batches import HangLimits, RunningBatch
+from penstock.serving.called_models import ModelCalls
 from penstock.serving.context import ModelContext
 from penstock.serving.core_link import CoreLink
 from penstock.serving.quarantine import PoisonGuard
@@ -66,6 +67,7 @@ class Dispatcher:
         self._queue = queue
         self._memory = memory
         self._replies = replies
+        self.calls = ModelCalls(context.config, context.callees, context.clock)
         self.recalls = Recalls(self.workers, queue, replies)
         self._guard = guard
         # None: no other shard has these workers, so it is known here which slots are free.
@@ -98,6 +100,7 @@ class Dispatcher:
         # Queued requests may have expired although no instance became free.
         self.pump_if_waiting()
         self.publish()
+        self.calls.tick()
         self._replies.log_overload_end()
 
     def close(self) -> None:
@@ -261,6 +264,7 @@ class Dispatcher:
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
         batch.instance, batch.closed_by = worker.index, self._queue.batcher.closed_by
+        batch.waited_s = worker.waited_s
         worker.batches.append(batch)
         self._saturation.note(not any(each.is_idle for each in self.workers), now)
         self._last_num_requests = len(batch.requests)
@@ -432,7 +436,8 @@ class Dispatcher:
         place = self.workers[worker.index]
         received = partial(self._receive, place)
         spill, is_shared = self._memory.input_spill, self._wants is not None
-        link = WorkerLink(self._loop, sock, received, spill, is_shared)
+        calls = self.calls.connect(self._loop, place)
+        link = WorkerLink(self._loop, sock, received, spill, is_shared, calls)
         place.open(worker.life, link)
         link.map_slabs(self._memory.slabs)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from penstock.config import ENSEMBLE, ModelConfig
 from penstock.errors import BackendFailed, Cancelled, NotReady, PenstockError
 from penstock.repository.ensemble_rules import output_fits
+from penstock.serving.called_models import check_chain
 from penstock.serving.drift import InputDrift
 from penstock.serving.ensemble_members import EnsembleMembers
 from penstock.serving.ensemble_plan import EnsemblePlanner, StepPlan
@@ -25,7 +26,7 @@ from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model_table import ModelTable
 from penstock.serving.plan import Planner
 from penstock.serving.request_recorder import RequestRecorder
-from penstock.serving.served import ModelProcess
+from penstock.serving.served import ModelProcess, Served
 from penstock.types import CANCELLED, OutputKeeper, Request, Response, Tensor
 
 log = logging.getLogger("penstock.model")
@@ -134,12 +135,14 @@ class Ensemble:
         plan = self._plans.plan(inputs, [each.name for each in request.outputs])
         for step in plan.steps:
             if step is not None:
-                self._find_member(step.index)
+                member = self._find_member(step.index)
+                # A member whose code waits for this request could not run a step of it.
+                check_chain(request.chain, f"{member.config.name}/{member.config.version}")
         return plan
 
-    def _find_member(self, index: int) -> None:
+    def _find_member(self, index: int) -> Served:
         try:
-            self.members.find(index)
+            return self.members.find(index)
         except NotReady as error:
             raise NotReady(f"ensemble '{self.config.name}' is not ready: {error}") from None
 

@@ -149,6 +149,7 @@ class EnsembleRun:
         inner = type(request)(self, tensors, now, id=request.id, outputs=step.asked)
         member.metrics.has_mirrors |= request.is_mirror
         inner.caller, inner.priority = request.caller, request.priority
+        inner.chain = request.chain
         inner.parameters = request.parameters
         if request.timeout_s is not None:
             left_s = request.timings.queued + request.timeout_s - self._owner.clock()

@@ -157,6 +157,7 @@ class HandedOver:
             request.timeout_s,
             request.caller,
             request.is_mirror,
+            request.chain,
         )
 
     def _respond(self, request: Request, message: frames.HandBack) -> None:

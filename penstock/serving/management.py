@@ -35,7 +35,7 @@ from penstock.serving.scrape import (
     expose,
 )
 from penstock.serving.served import Served
-from penstock.types import Parameter
+from penstock.types import Buffer, Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 
 # Methods of ManagementApi that answer a call, by the names that routes and frames have for them.
@@ -44,6 +44,7 @@ ACTIONS = (*_ACTIONS.split(), "unload")
 EXTENSIONS = (
     "classification",
     "model_repository",
+    "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
     "binary_tensor_data",
@@ -63,11 +64,13 @@ class ManagementCall:
     action: str
     model_name: str = ""
     model_version: str = ""
-    # `ready` for the index; for a load only the names count; for shared memory, `region` and what
-    # is said of it.
+    # `ready` for the index, `config` for a load, `unload_dependents` for an unload; for shared
+    # memory, `region` and what is said of it.
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     # As in `Request.caller`.
     caller: bytes = b""
+    # Parameters of a load whose value is the content of a file.
+    files: Mapping[str, Buffer] = field(default_factory=dict)
 
 
 # Answers a call with JSON.
@@ -177,11 +180,11 @@ class ManagementApi:
         return _json(await self.control.index(call.parameters.get("ready", False)))
 
     async def load(self, call: ManagementCall) -> bytes:
-        await self.control.load(call.model_name, call.parameters)
+        await self.control.load(call.model_name, call.parameters, call.files)
         return b""
 
     async def unload(self, call: ManagementCall) -> bytes:
-        await self.control.unload(call.model_name)
+        await self.control.unload(call.model_name, call.parameters.get("unload_dependents", False))
         return b""
 
     async def status_region(self, kind: Kind, call: ManagementCall) -> bytes:

@@ -75,6 +75,7 @@ class Model:
             busy_s=shard.busy_s,
             num_batches=shard.num_batches,
             regions=shard.regions,
+            callees=shard.callees,
         )
         self.config = config
         self.metrics = metrics
@@ -243,6 +244,7 @@ class Model:
         """Cancel a request. Queued, it never runs; once it runs, its answer is dropped."""
         if hasattr(request, "ticket") and not has_ended(request):
             self._withdraw(request, CANCELLED, "CANCELED")
+            self._dispatcher.calls.cancelled()
             self._dispatcher.check_idle()
 
     def _withdraw(self, request: Request, error: PenstockError, reason: str) -> None:

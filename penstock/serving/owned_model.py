@@ -78,7 +78,7 @@ class HandingShard:
         made = kind(sink, tensors, message.received, id=message.id, outputs=message.outputs)
         made.parameters = message.parameters or None
         made.priority, made.timeout_s = message.priority, message.timeout_s
-        made.caller = message.caller
+        made.caller, made.chain = message.caller, message.chain
         self._open[message.call] = made
         self._model.submit(made)
         if not made.is_done:

@@ -107,3 +107,23 @@ class ParcelQueue(Generic[Message]):
     def _go_on(self) -> None:
         while self._waiting and not self._is_held:
             self._start(*self._waiting.popleft())
+
+
+def read_pieces(parcel: frames.Parcel, memory: memoryview | None) -> list[Tensor]:
+    """Return the tensors of a parcel as views, of the frame or of this memory."""
+    view, start = memoryview(parcel.data), 0
+    if parcel.offset is not None:
+        assert memory is not None, "the parcel lies in shared memory"
+        view, start = memory, parcel.offset
+    tensors: list[Tensor] = []
+    for piece in parcel.pieces:
+        end = start + piece.nbytes
+        tensors.append(Tensor(piece.name, piece.datatype, piece.shape, view[start:end]))
+        start = end
+    return tensors
+
+
+def headers_of(tensors: Sequence[Tensor]) -> tuple[frames.TensorHeader, ...]:
+    return tuple(
+        [frames.TensorHeader(t.name, t.datatype, tuple(t.shape), len(t.data)) for t in tensors]
+    )

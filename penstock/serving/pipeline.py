@@ -27,6 +27,7 @@ from penstock.errors import BackendFailed, Cancelled, ConfigError, NotReady, Pen
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
 from penstock.serving.batcher import queue_timeout_s
+from penstock.serving.called_models import Callees
 from penstock.serving.core_link import ONLY_SHARD, ShardSetup
 from penstock.serving.drift import InputDrift
 from penstock.serving.elsewhere import NOTHING_ELSEWHERE
@@ -128,6 +129,7 @@ class Journey:
         inner = make(self, tensors, request.timings.received, id=request.id, outputs=outputs)
         owner.models[self.at].metrics.has_mirrors |= request.is_mirror
         inner.caller, inner.priority = request.caller, request.priority
+        inner.chain = request.chain
         inner.parameters = request.parameters
         inner.takes_arrays = is_last and request.takes_arrays
         # A stage that is scaled to zero knows how long requests wait for its first instance.
@@ -413,14 +415,16 @@ def make_model(
     quotas: Quotas | None = None,
     shards: Sequence[ShardSetup] = (),
     regions: RegionTable = NO_REGIONS,
+    callees: Callees | None = None,
 ) -> Model | StagePipeline:
     """Return the Servable of a configuration, with as many stages as it has. With `shards`, one for
     each stage, it is one of several shards' parts. Workers of a model with one stage use clients'
-    memory themselves."""
+    memory themselves. Its code can call `callees`."""
     if config.is_staged:
         stages = stages_of(config)
+        shards = shards or [replace(ONLY_SHARD, callees=callees) for _ in stages]
         return StagePipeline(config, stages, start_life=start_life, quotas=quotas, shards=shards)
-    shard = shards[0] if shards else replace(ONLY_SHARD, regions=regions)
+    shard = shards[0] if shards else replace(ONLY_SHARD, regions=regions, callees=callees)
     return Model(config, start_life=start_life, quotas=quotas, shard=shard)
 
 

@@ -172,6 +172,8 @@ class Readiness:
                 continue
             batch = worker.batches[0]
             limit_s = self._dispatcher.hang_limits.limit_s(batch.num_rows)
+            # What the model waits for others is no hang: those are watched themselves.
+            limit_s += worker.waited_s - batch.waited_s
             # Batches that were sent before this one ran first.
             if now > max(batch.started, worker.answered_at) + limit_s:
                 self._core.hung(worker.index, worker.life)
@@ -183,7 +185,7 @@ class Readiness:
         num_shown = self._num_batches(worker.index)
         if num_shown != worker.num_shown:
             worker.num_shown, worker.shown_at = num_shown, now
-        since = max(worker.told_at, worker.answered_at, worker.shown_at)
+        since = max(worker.told_at, worker.answered_at, worker.shown_at, worker.waited_at)
         return now > since + 2 * self._dispatcher.hang_limits.longest_s
 
     def _fail_if_unavailable(self) -> None:

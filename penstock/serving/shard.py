@@ -349,6 +349,7 @@ class Shard:
             lambda index: elsewhere.num_batches(slots[index]),
             self.regions,
             lambda index: elsewhere.busy_s(slots[index], time.monotonic()),
+            self.table,
         )
 
     async def _retire(self, number: int) -> None:

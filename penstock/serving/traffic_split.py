@@ -155,6 +155,7 @@ class TrafficSplit:
         reply = MirrorSink(self, target, outputs)
         mirror = MirrorRequest(reply, sink.inputs, received, id=request.id, outputs=request.outputs)
         mirror.form, mirror.parameters = request.form, request.parameters
+        mirror.chain = request.chain
         # Behind all that clients wait for.
         mirror.priority = target.config.batching.num_priorities
         target.submit(mirror)

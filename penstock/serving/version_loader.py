@@ -56,6 +56,8 @@ class VersionLoader:
         self._makers = makers
         self._shards = shards
         self._find_room = find_room
+        # Hears of each version whose files nobody reads any more.
+        self.on_end: Callable[[ModelConfig], object] = lambda config: None
         # Descriptors that mark the files of loaded versions as in use, by the model's id.
         self._holds: dict[int, int] = {}
         self._limit = asyncio.Semaphore(MAX_LOADING)
@@ -114,6 +116,7 @@ class VersionLoader:
         await model.close()
         if (held := self._holds.pop(id(model), None)) is not None:
             os.close(held)
+        self.on_end(model.config)
 
     def _create(self, config: ModelConfig) -> Served:
         self._table.recorders.check(config)
@@ -134,7 +137,11 @@ class VersionLoader:
             return ShardedModel(config, self._shards, self._start_life)
         try:
             model = make_model(
-                config, self._start_life, self._table.quotas, regions=self._table.regions
+                config,
+                self._start_life,
+                self._table.quotas,
+                regions=self._table.regions,
+                callees=self._table,
             )
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None

@@ -36,6 +36,7 @@ from penstock.serving.shard_link import ShardLink, ShardMemory
 from penstock.serving.shared_page import SharedPage
 from penstock.serving.shares import Queued
 from penstock.serving.slab import Segment
+from penstock.serving.worker_calls import Route, WorkerCalls
 from penstock.serving.worker_load import MemoryLimit, describe_load_error, load_runner
 from penstock.serving.worker_slots import WorkerSlots
 from penstock.system import logs
@@ -100,6 +101,8 @@ class Worker:
     _ended: list[tuple[StartBatch, float, bool]] = field(default_factory=list)
     # Shards that are gone, and whose last batch has ended.
     _unused: list[ShardLink] = field(default_factory=list)
+    # The calls of its model's code to other models; None if it cannot make any.
+    _calls: WorkerCalls | None = None
     # Compares inputs with the evidence; None without any.
     _sketch: InputSketch | None = None
 
@@ -148,6 +151,8 @@ class Worker:
         if self._timer is not None:
             self._timer.close()
         self._end_answers()
+        if self._calls is not None:
+            self._calls.close()
         for link in self.links:
             self._detach(link)
         self._forget_unused()
@@ -273,6 +278,8 @@ class Worker:
         del self._links[fd]
         assert self._claims is not None
         self._claims.detach(link.number)
+        if self._calls is not None:
+            self._calls.detach(link.number)
         with self._lock:
             link.is_gone = True
             if not link.num_running:
@@ -348,6 +355,9 @@ class Worker:
         assert self._config is not None
         link.hears_starts = frame.hears_starts
         link.memory = ShardMemory(self._config, frame.spill_bytes, fds)
+        if frame.has_calls:
+            self._calls = self._calls or WorkerCalls(self._config.hang_s)
+            self._calls.attach(link.number, fds[2])
 
     def _share(self) -> Claims:
         """Let `Claims` decide from now on."""
@@ -405,7 +415,7 @@ class Worker:
         elif run.claimed is not None and self._timer is not None:
             self._timer.arm_for_next()
         try:
-            run.begun = self._loaded.begin(run.parts)
+            run.begun = self._begin(run.parts)
         except BaseException as error:  # Any exception of the model is answered.
             answers = self._failed(run.parts, error)
         else:
@@ -419,6 +429,12 @@ class Worker:
             self._leave_if_asked()
             return
         self._send_all(run, answers)
+
+    def _begin(self, parts: Sequence[Part]) -> Begun:
+        assert self._loaded is not None
+        if self._calls is not None:
+            self._calls.begin([Route(part.link.number, part.frame.batch) for part in parts])
+        return self._loaded.begin(parts)
 
     def _failed(self, parts: Sequence[Part], error: BaseException) -> list[Answer]:
         """Return the answers for a batch that failed. If the error lost the GPU, exit instead: the
@@ -476,6 +492,8 @@ class Worker:
                 self._decide()
             has_more = bool(ready or self._ended)
         self._end_answers()
+        if self._calls is not None:
+            self._calls.close()
         if self._loaded is not None:
             self._loaded.runner.close()
 

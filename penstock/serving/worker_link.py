@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.processes.channel import Datagrams
+from penstock.serving.called_models import CallLink
 from penstock.serving.regions import Region
 from penstock.serving.slab import Segment, Slab
 from penstock.wire import frames
@@ -24,17 +25,27 @@ class WorkerLink(Datagrams):
         received: Callable[[memoryview], object],
         input_spill: Segment,
         hears_starts: bool = False,
+        calls: CallLink | None = None,
     ) -> None:
-        """`hears_starts`: other shards have the worker, too. OSError if there is no memory; then
-        the socket is closed."""
+        """`hears_starts`: other shards have the worker, too. `calls` are those of its model's code.
+        OSError if there is no memory; then the sockets are closed."""
+        self._calls = calls
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
+            if calls is not None:
+                undo.callback(calls.close)
             self.output_spill = Segment(input_spill.nbytes)
             undo.callback(self.output_spill.close)
             super().__init__(loop, sock, received, lambda: None)
             undo.callback(super().close)
-            hello = frames.Hello(frames.VERSION, input_spill.nbytes, hears_starts)
-            self.send(frames.encode(hello), (input_spill.fd, self.output_spill.fd))
+            has_calls = calls is not None
+            hello = frames.Hello(frames.VERSION, input_spill.nbytes, hears_starts, has_calls)
+            fds: tuple[int, ...] = (input_spill.fd, self.output_spill.fd)
+            if calls is not None:
+                fds = (*fds, calls.theirs.fileno())
+            self.send(frames.encode(hello), fds)
+            if calls is not None:
+                calls.theirs.close()
             undo.pop_all()
         self._num_slabs = 0
         # Those that the worker has mapped for this shard.
@@ -63,4 +74,6 @@ class WorkerLink(Datagrams):
             region.users.discard(self)
         super().close()
         self._sock.close()
+        if self._calls is not None:
+            self._calls.close()
         self.output_spill.close()

@@ -36,12 +36,16 @@ class WorkerPlace:
     batches: list[RunningBatch] = field(default_factory=list)
     # When it last answered a batch, by the model's clock.
     answered_at: float = 0.0
+    # For how long calls of its model to others were open, in all, and when it said so last.
+    waited_s: float = 0.0
+    waited_at: float = 0.0
 
     def open(self, life: int, link: WorkerLink) -> None:
         """Use a new worker, which is ready."""
         self.close()
         self.life, self.link = life, link
         self.is_leaving = self.is_wanting = False
+        self.waited_s = 0.0
 
     def send(self, frame: frames.ShardToWorker) -> None:
         """Frames to a dead worker are dropped."""

@@ -138,15 +138,16 @@ class IndexBody(msgspec.Struct):
 
 
 class LoadBody(msgspec.Struct):
-    """The JSON of a request to load a model."""
+    """The JSON of a request to load a model. `config` is a configuration as JSON text, and
+    `file:<version>/<name>` the content of a file in base64."""
 
     parameters: dict[str, msgspec.Raw] | None = None
 
 
 class UnloadBody(msgspec.Struct):
-    """The JSON of a request to unload a model. Its parameters are ignored."""
+    """The JSON of a request to unload a model; `unload_dependents` is true or false."""
 
-    parameters: dict[str, msgspec.Raw] | None = None
+    parameters: dict[str, bool | int | float | str] | None = None
 
 
 class StatisticsAnswer(msgspec.Struct):

@@ -16,6 +16,8 @@ OpenShard, is sent alone.
     shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
                     TakeTokens, UseTokens, Release, Pong
 
+A model's code that calls other models has a socket of its own to each shard, because no other
+thread reads while it runs: CallModel, CancelCall and Waited to the shard, CallAnswer back.
 A shard holds requests, and has a socket of its own to each worker and to the engine of each
 language model (`llm.messages`); the core is one. A worker merges the rows of several shards in one
 batch.
@@ -145,6 +147,8 @@ class Hello(Frame, tag="hi"):
     spill_bytes: int
     # Whether the worker sends Started to it.
     hears_starts: bool = False
+    # Whether a third descriptor comes along: the socket for calls of the model's code.
+    has_calls: bool = False
 
 
 class MapSlab(Frame, tag="map"):
@@ -360,6 +364,44 @@ class Parcel(Frame, tag="pcl"):
     pieces: tuple[TensorHeader, ...] = ()
     data: bytes = b""
     offset: int | None = None
+
+
+class CallModel(Frame, tag="cal"):
+    """The code of a model calls another model, while it runs a `batch` of this shard. The tensors
+    are in the `parcel` or, if that has an offset, in a segment whose descriptor comes along."""
+
+    call: int
+    batch: int
+    model_name: str
+    model_version: str
+    parcel: Parcel
+    id: str = ""
+    outputs: tuple[str, ...] = ()
+    parameters: dict[str, Parameter] = {}
+
+
+class CancelCall(Frame, tag="calc"):
+    """The code does not wait for the answer to a CallModel any more."""
+
+    call: int
+
+
+class Waited(Frame, tag="cald"):
+    """For how long calls of the worker have been open so far, in seconds: such time is no hang."""
+
+    total_s: float
+
+
+class CallAnswer(Frame, tag="cala"):
+    """An answer to CallModel: tensors as there, or an error with its class. More follow unless it
+    `is_final`."""
+
+    call: int
+    parcel: Parcel
+    is_final: bool = True
+    parameters: dict[str, Parameter] = {}
+    error_kind: str = ""
+    error: str = ""
 
 
 class OpenShard(Frame, tag="open"):
@@ -609,6 +651,8 @@ class HandOver(Frame, tag="hov"):
     timeout_s: float | None = None
     caller: bytes = b""
     is_mirror: bool = False
+    # The models whose code waits for it, as in `types.Request`.
+    chain: tuple[str, ...] = ()
 
 
 class TakeBack(Frame, tag="tkb"):
@@ -839,7 +883,8 @@ class UseTokens(Frame, tag="ust"):
 
 class Manage(Frame, tag="mng"):
     """A management call of a shard's gRPC client, as `serving.management.ManagementCall`. `caller`
-    is the digest of its API key, which the shard has checked."""
+    is the digest of its API key, which the shard has checked. The pieces of `parcel` are the files
+    of a load, by the names of their parameters."""
 
     call: int
     action: str
@@ -847,6 +892,7 @@ class Manage(Frame, tag="mng"):
     model_version: str
     parameters: dict[str, Parameter]
     caller: bytes
+    parcel: Parcel = msgspec.field(default_factory=Parcel)
 
 
 class Managed(Frame, tag="mngd"):
@@ -881,6 +927,8 @@ FromWorker = WorkerReady | StartFailed | Leaving | Sketched
 ShardToWorker = (
     Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Recall | Release
 )
+# On the socket for calls, which a thread of its own reads.
+WorkerCall = CallModel | CancelCall | Waited
 WorkerToShard = Claim | Started | Recalled | Done | BatchFailed | Leaving
 FromShard = (
     Listening
@@ -919,6 +967,8 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_shard_to_worker = msgspec.msgpack.Decoder(ShardToWorker).decode
+decode_worker_call = msgspec.msgpack.Decoder(WorkerCall).decode
+decode_call_answer = msgspec.msgpack.Decoder(CallAnswer).decode
 decode_worker_to_shard = msgspec.msgpack.Decoder(WorkerToShard).decode
 decode_shard_question = msgspec.msgpack.Decoder(ShardQuestion).decode
 decode_to_shard = msgspec.msgpack.Decoder(ToShard).decode

@@ -1080,13 +1080,12 @@ def test_options_that_change_the_program_are_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_torchscript_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:  # as torch.jit.save lays it out
+def test_torchscript_under_the_name_of_a_program_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt2", "w") as archive:  # as torch.jit.save lays it out
         for name in ("data.pkl", "constants.pkl", "code/__torch__.py", "version"):
             archive.writestr(f"model/{name}", b"")
-    [problem] = problems_of(torch_config(tmp_path / "model.pt"))
-    assert problem.startswith("1/model.pt: is TorchScript: a pickle")
-    assert "torch.export.save as model.pt2" in problem
+    [problem] = problems_of(torch_config(tmp_path / "model.pt2"))
+    assert problem.startswith("1/model.pt2: is TorchScript; rename it to model.pt, or export")
 
 
 def test_saved_module_or_state_is_refused_and_not_unpickled(tmp_path: Path) -> None:

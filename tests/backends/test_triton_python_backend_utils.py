@@ -1,6 +1,5 @@
 """pb_utils as models use it: tensors, lookups, datatypes, and clear refusals."""
 
-import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -166,8 +165,6 @@ REQUEST = pb_utils.InferenceRequest(model_name="other")
 @pytest.mark.parametrize(
     "use",
     [
-        lambda: REQUEST.exec(),
-        lambda: asyncio.run(REQUEST.async_exec()),
         lambda: REQUEST.get_response_sender(),
         lambda: REQUEST.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE),
         lambda: pb_utils.MetricFamily(name="n", description="d", kind=pb_utils.MetricFamily.GAUGE),

@@ -61,7 +61,7 @@ def test_a_version_that_was_loaded_again_counts_from_the_start() -> None:
     st.lists(st.floats(1e-5, 29.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.95, 0.99])
 )
 def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
-    histogram = Histogram()
+    histogram = Histogram(BUCKETS)
     for value in values:
         histogram.add(value)
     found = quantile(BUCKETS, histogram.counts, share)
@@ -79,7 +79,7 @@ def test_quantiles_at_the_edges() -> None:
 
 
 def test_growth_has_only_what_is_new() -> None:
-    histogram, chance = Histogram(), random.Random(1)
+    histogram, chance = Histogram(BUCKETS), random.Random(1)
     for _ in range(100):
         histogram.add(5 + chance.random())
     before = list(histogram.counts)

@@ -88,6 +88,9 @@ def server(
     add_model(root, "both", ENSEMBLE)
     add_model(root, "outer", OUTER)
     add_model(root, "lost", OUTER.replace('"both"', '"nothing"'))
+    add_model(
+        root, "pair", ENSEMBLE.replace('"times" model_version: 1', '"alone" model_version: -1')
+    )
     add_model(root, "alone", 'backend: "python"' + CONFIG, MODEL % "* 3")
     flags = ("--model-control-mode", "explicit", "--load-model", "outer")
     with Served(root, *flags, "--shards", request.param, grpc=True) as served:
@@ -210,6 +213,18 @@ def test_without_a_member_the_ensemble_is_not_ready(server) -> None:
         client.load_model("both")
         assert client.is_model_ready("outer") and states(client)["plus"] == "READY"
         assert infer(httpclient, client, "both", 1, "SUM") == [3]
+
+
+def test_members_leave_with_the_ensemble_that_brought_them(server) -> None:
+    served, _ = server
+    with httpclient.InferenceServerClient(served.address) as client:
+        client.load_model("pair")
+        assert states(client)["alone"] == "READY"
+        client.unload_model("pair", unload_dependents=True)
+        wait_until(lambda: not states(client)["alone"])
+        found = states(client)
+        # Others run it.
+        assert (found["plus"], found["pair"]) == ("READY", "")
 
 
 def test_an_ensemble_that_lacks_a_model_cannot_be_loaded(server) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def digits_module() -> "torch.nn.Module":
     return module.eval()
 
 
+class Logits(torch.nn.Module):
+    def __init__(self, module: "torch.nn.Module") -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, image: "torch.Tensor") -> "torch.Tensor":
+        return self.module(image)["logits"]
+
+
 def add_version(root: Path, name: str, config: str) -> Path:
     folder = root / name / "1"
     folder.mkdir(parents=True)
@@ -89,6 +99,18 @@ def add_exported(root: Path, module: "torch.nn.Module") -> None:
     torch.export.save(program, add_version(root, "exported", config) / "model.pt2")
 
 
+def add_scripted(root: Path, module: "torch.nn.Module") -> None:
+    """As Triton's users have it: names by position, and the file of `torch.jit`."""
+    config = CONFIG.format('platform: "pytorch_libtorch"' + ONE_THREAD)
+    config = config.replace('"image"', '"INPUT__0"').replace('"logits"', '"OUTPUT__0"')
+    folder = add_version(root, "scripted", config)
+    with warnings.catch_warnings():
+        # torch says that it is deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(Logits(module), torch.zeros(2, 1, 8, 8))
+        traced.save(str(folder / "model.pt"))
+
+
 def add_openvino(root: Path) -> None:
     folder = add_version(root, "vino", CONFIG.format('backend: "openvino"'))
     (folder / "model.onnx").write_bytes(DIGITS.read_bytes())
@@ -105,6 +127,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, module: "torch.nn.Module") 
     root = tmp_path_factory.mktemp("repository")
     add_eager(root, module.state_dict())
     add_exported(root, module)
+    add_scripted(root, module)
     add_openvino(root)
     served = Served(root)
     yield served
@@ -113,13 +136,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, module: "torch.nn.Module") 
 
 def ask(served: Served, model: str, images: list[np.ndarray]) -> list[np.ndarray]:
     """Each image as a request of its own, all at once."""
+    names = ("INPUT__0", "OUTPUT__0") if model == "scripted" else ("image", "logits")
     with httpclient.InferenceServerClient(served.address, concurrency=len(images)) as client:
         pending = []
         for image in images:
-            tensor = httpclient.InferInput("image", list(image.shape), "FP32")
+            tensor = httpclient.InferInput(names[0], list(image.shape), "FP32")
             tensor.set_data_from_numpy(image)
             pending.append(client.async_infer(model, [tensor]))
-        return [answer.get_result().as_numpy("logits") for answer in pending]
+        return [answer.get_result().as_numpy(names[1]) for answer in pending]
 
 
 def images(count: int) -> list[np.ndarray]:
@@ -138,14 +162,14 @@ def in_torch(module: "torch.nn.Module", image: np.ndarray) -> np.ndarray:
         return module(torch.from_numpy(image))["logits"].numpy()
 
 
-@pytest.mark.parametrize("model", ["eager", "exported"])
+@pytest.mark.parametrize("model", ["eager", "exported", "scripted"])
 def test_one_request_is_answered_with_the_bits_of_torch(served, module, model):
     [image] = images(1)
     [answer] = ask(served, model, [image])
     assert answer.tobytes() == in_torch(module, image).tobytes()
 
 
-@pytest.mark.parametrize("model", ["eager", "exported", "vino"])
+@pytest.mark.parametrize("model", ["eager", "exported", "scripted", "vino"])
 def test_requests_are_batched_and_each_gets_its_own_answer(served, module, model):
     before = statistics(served, model)
     sent = images(64)
@@ -172,7 +196,7 @@ def test_core_process_never_loads_torch_or_openvino(served):
     core = Path(f"/proc/{served.process.pid}/maps").read_text()
     assert "libtorch" not in core and "libopenvino" not in core
     workers = [Path(f"/proc/{each.pid}/maps").read_text() for each in served.workers()]
-    assert sum("libtorch" in text for text in workers) == 2
+    assert sum("libtorch" in text for text in workers) == 3
     assert sum("libopenvino" in text for text in workers) == 1
 
 

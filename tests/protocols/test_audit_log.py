@@ -141,7 +141,7 @@ async def test_a_call_that_its_client_leaves_is_recorded(
     management = make_management()
     started = asyncio.Event()
 
-    async def wait(name: str) -> None:
+    async def wait(name: str, with_dependents: object) -> None:
         started.set()
         await asyncio.Event().wait()
 

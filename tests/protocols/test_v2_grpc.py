@@ -83,6 +83,7 @@ class Core:
         self.counted: list[str] = []
         self.refused: list[PenstockError] = []
         self.catalog = self
+        self.files: dict[str, bytes] = {}
         self.lifecycle = Lifecycle()
         self.is_ready = True
 
@@ -100,6 +101,7 @@ class Core:
     async def answer(self, call: ManagementCall) -> bytes:
         kind, name = call.action, call.model_name
         self.asked.append((kind, name, call.parameters))
+        self.files |= call.files
         if name in self.errors:
             raise self.errors[name]
         match kind:
@@ -377,9 +379,10 @@ async def test_the_repository_is_asked_and_changed():
         assert core.asked == [
             ("index", "", {"ready": True}),
             ("load", "a", {}),
-            ("load", "a", {"config": True, "file:1/model.onnx": True}),
-            ("unload", "a", {}),
+            ("load", "a", {"config": "{}"}),
+            ("unload", "a", {"unload_dependents": True}),
         ]
+        assert core.files == {"file:1/model.onnx": bytes(10_000)}
 
 
 async def test_there_is_only_one_repository():

@@ -4,7 +4,12 @@ from pathlib import Path
 
 from penstock.config import BatchPolicy, EnsembleStep, ModelConfig
 from penstock.errors import NotFound
-from penstock.repository.ensemble_files import add_members, needed_models, take_out_cycles
+from penstock.repository.ensemble_files import (
+    add_members,
+    needed_models,
+    take_out_cycles,
+    unneeded_members,
+)
 from penstock.repository.layout import RepositoryScan
 
 
@@ -38,6 +43,7 @@ def test_members_are_read_with_their_ensemble():
     add_members(found, read)
     assert names(found) == ["a", "ab", "b"]
     assert set(found.folders) == {"a", "ab", "b"}
+    assert found.members == {"a", "b"}
 
 
 def test_members_of_members_are_read_and_a_missing_one_is_a_problem():
@@ -64,3 +70,10 @@ def test_ensembles_that_need_each_other_cannot_be_loaded():
     assert sorted(problems) == ["me", "x", "y"]
     assert problems["me"] == ["ensemble_scheduling.step: a cycle of ensembles: me -> me"]
     assert needed == {"z": set()}
+
+
+def test_members_leave_with_the_last_ensemble_that_needs_them():
+    loaded = [*REPOSITORY.values(), model("c"), model("a2", "a")]
+    assert unneeded_members("abc", loaded, {"a", "ab", "b", "c"}) == ["ab", "c", "b"]
+    assert unneeded_members("abc", loaded, {"a", "c"}) == ["c"]
+    assert unneeded_members("a", loaded, {"a", "b"}) == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,11 +191,19 @@ def test_a_file_of_a_configured_version_says_that_its_configuration_is_not_used(
     assert f"give {path.parent} to" in note
 
 
+def test_a_torchscript_file_needs_a_configuration(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "net.pt", "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "code/__torch__.py"):
+            archive.writestr(f"net/{name}", b"")
+    text = refusal(tmp_path / "net.pt")
+    assert "put it into a model's folder as 1/model.pt and declare them in config.pbtxt" in text
+
+
 @pytest.mark.parametrize(
     ("file", "words"),
     [
         ("net.pth", ["a state dict has no code", "package.module:factory", "model.pt2"]),
-        ("net.pt", ["pickle", "package.module:factory"]),
+        ("net.pt", ["torch.save is a pickle", "package.module:factory"]),
         ("pytorch_model.bin", ["config.json", "package.module:factory"]),
         ("model.safetensors", ["give the folder", "package.module:factory"]),
         ("net.keras", ["model.export"]),

@@ -135,7 +135,10 @@ def test_nested_outputs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        (["data.pkl", "constants.pkl", "code/__torch__.py"], "is TorchScript: a pickle"),
+        (
+            ["data.pkl", "constants.pkl", "code/__torch__.py"],
+            "is TorchScript; rename it to model.pt",
+        ),
         (["data.pkl", "data/0"], "is a file of torch.save: a pickle"),
         (["data/aotinductor/model/x.so"], "is an AOTInductor package"),
         (["models/model.json", "data/weights/model.pt"], "its weights are a pickle"),

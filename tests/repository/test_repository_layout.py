@@ -486,7 +486,7 @@ def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Pa
     max_batch_size: -3
     input { name: "x" data_type: TYPE_FP32 dims: [ 4, 0 ] }
     input { data_type: TYPE_FP32 dims: [ -2 ] }
-    input { name: "z" dims: [ 1 ] reshape { shape: [ 1, 1 ] } allow_ragged_batch: true }
+    input { name: "z" dims: [ 1 ] reshape { shape: [ 2 ] } }
     output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
     output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
     instance_group { kind: KIND_CPU count: -1 gpus: 0 }
@@ -501,7 +501,6 @@ def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Pa
         "input[1].dims",
         "input[2].data_type",
         "input[2].reshape",
-        "input[2].allow_ragged_batch",
         "output",
         "instance_group[0].gpus",
         "instance_group[0].count",
@@ -529,8 +528,6 @@ def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
     "field",
     [
         "sequence_batching { }",
-        "batch_input { }",
-        "batch_output { }",
         'model_operations { op_library_filename: "x.so" }',
         "model_transaction_policy { decoupled: true }",
         "response_cache { enable: true }",

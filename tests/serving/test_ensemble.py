@@ -18,6 +18,7 @@ from penstock.errors import (
     InvalidRequest,
     NotReady,
     Overloaded,
+    Unsupported,
 )
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog, pending_of
@@ -385,6 +386,21 @@ def test_wrong_requests_are_refused_before_any_step():
             assert isinstance(error(request), InvalidRequest)
         assert stage.find().metrics.num_refused["invalid"] == 4
         assert stage.find("first").num_waiting == 0
+
+    run(scenario)
+
+
+def test_a_model_cannot_call_an_ensemble_that_runs_it():
+    async def scenario(stage):
+        await stage.load(CHAIN, *MEMBERS[:2])
+        request = ask(1)
+        request.chain = ("first/1",)
+        assert isinstance(error(stage.send(request)), Unsupported)
+        request = ask(1)
+        request.chain = ("other/1",)
+        stage.send(request)
+        await stage.puppets.step_all()
+        assert values(request) == {"OUT": [[1, 1]]}
 
     run(scenario)
 

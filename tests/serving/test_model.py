@@ -15,6 +15,7 @@ import pytest
 from doubles import FakeClock, Puppets, RecordingSink, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from penstock.backends.null import NullRunner
 from penstock.config import (
@@ -2187,3 +2188,22 @@ def test_requests_of_a_low_level_take_no_share_from_those_of_a_higher_one():
         await closing
 
     asyncio.run(main())
+
+
+def test_time_that_a_worker_waits_for_other_models_is_no_hang():
+    clock = FakeClock()
+
+    async def scenario(model, puppets):
+        (first,), (place,) = puppets.alive, model.workers
+        place.waited_s = 7.0
+        model.submit(ask(FIXED, canary(1, (1, 4))))
+        await until(lambda: place.batches)
+        place.waited_s += 100.0
+        clock.advance(FIXED.hang_s + 99)
+        model.readiness.tick()
+        assert first.is_alive
+        clock.advance(2)
+        model.readiness.tick()
+        assert not first.is_alive
+
+    run(FIXED, scenario, clock)

@@ -80,6 +80,7 @@ FROM_WORKER = [
 WANT = frames.Want((5, 2), (50, 20), 12.5, 2, 8, "rows x [16]", 1e3, 64)
 SHARD_TO_WORKER = [
     frames.Hello(frames.VERSION, 1 << 28),
+    frames.Hello(frames.VERSION, 1 << 28, True, True),
     frames.MapSlab(1, 4096),
     REGION,
     frames.MapRegion(4, "g", 0, 4096, handle=bytes(64), device=1),
@@ -313,7 +314,7 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
 @pytest.mark.parametrize(
     ("decode", "frame", "written"),
     [
-        (frames.decode_shard_to_worker, frames.Hello(2, 4096), "94a2686902cd1000c2"),
+        (frames.decode_shard_to_worker, frames.Hello(2, 4096), "95a2686902cd1000c2c2"),
         (frames.decode_shard_to_worker, frames.MapSlab(1, 4096), "93a36d617001cd1000"),
         (
             frames.decode_shard_to_worker,

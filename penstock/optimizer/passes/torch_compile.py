@@ -13,7 +13,7 @@ from penstock.config import ModelConfig
 from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.passes import Build, BuildContext, Facts, Pass, PassContext, Proposals, Step
 from penstock.optimizer.passes.building import has_images, has_open_layers, with_options
-from penstock.repository import pt2_file
+from penstock.repository import pt2_file, torchscript_file
 
 COMPILERS = ("g++", "clang++", "c++")
 # For GPUs Inductor emits Triton kernels, whose launchers need a C compiler.
@@ -42,6 +42,8 @@ class TorchCompile(Pass):
         build = context.build
         if build.config.engine != "pytorch":
             return self.skip("not a PyTorch model")
+        if torchscript_file.is_named(build.artifact):
+            return self.skip("torch.compile does not compile TorchScript; see onnx-export")
         if pt2_file.is_compiled(build.artifact) or "penstock.compile" in build.config.options:
             return self.skip("compiled already")
         if "penstock.pack" in build.config.options:

@@ -19,6 +19,7 @@ from penstock.optimizer.passes import BuildContext, PassContext, find
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.torch_source import take_factory
+from penstock.types import TensorSpec
 
 torch = pytest.importorskip("torch")
 PLAN = Plan("model", "model", "out")
@@ -209,3 +210,32 @@ def test_what_was_built_is_compared_with_what_was_asked() -> None:
     assert EXPORT.check(step, before, Facts("onnxruntime")) == ["the exported graph is empty"]
     mixed = Facts("onnxruntime", operators={"Mul": 1}, batching_problem="rows differ")
     assert EXPORT.check(step, before, mixed) == ["rows may not share a batch any more: rows differ"]
+
+
+class Halves(torch.nn.Module):
+    """As in a repository for Triton: positions for names, and two outputs."""
+
+    def forward(self, x):
+        half = torch.relu(x) / 2
+        return half, half.sum(dim=1, keepdim=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_is_exported_by_a_trace_and_not_compiled(tmp_path) -> None:
+    version = tmp_path / "original" / "1"
+    version.mkdir(parents=True)
+    torch.jit.script(Halves()).save(str(version / "model.pt"))
+    x, half = TensorSpec("INPUT__0", "FP32", (4,)), TensorSpec("OUTPUT__0", "FP32", (4,))
+    outputs = half, TensorSpec("OUTPUT__1", "FP32", (1,))
+    config = replace(a_config(x, max_batch=8), backend="pytorch", outputs=outputs)
+    config = folders.write_config(tmp_path / "original", config)
+    build = Build(Candidate(), tmp_path / "original", config)
+    exported = export(build, tmp_path / "exported")
+    assert exported.config.backend == "onnxruntime"
+    inputs = {"INPUT__0": np.arange(-6, 6, dtype=np.float32).reshape(3, 4)}
+    ours, theirs = run(exported, inputs), run(build, inputs)
+    assert ours.keys() == theirs.keys() == {"OUTPUT__0", "OUTPUT__1"}
+    for name, values in theirs.items():
+        assert np.allclose(ours[name], values, atol=1e-5)
+    [skip] = find("torch-compile").propose(situation(build))
+    assert skip.reason.startswith("torch.compile does not compile TorchScript")

@@ -1,0 +1,179 @@
+"""Business logic scripting: `InferenceRequest.exec` and its variants, in terms of `model_calls`.
+
+Errors of the called model, and of the server on the way to it, are responses with an error, as in
+Triton. A request that is wrong in itself, or a place where no calls are possible, raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import closing
+
+import numpy as np
+
+from penstock.backends import triton_python_backend_utils as pb_utils
+from penstock.backends.model_calls import (
+    AwaitedAnswers,
+    CalledAnswer,
+    CalledAnswers,
+    ModelCall,
+    find_line,
+)
+from penstock.errors import NotReady, PenstockError, error_text
+from penstock.types import Parameter, Tensor, from_array, to_array
+
+# Codes of errors by their class; others are internal.
+CODES = {
+    "NotFound": pb_utils.TritonError.NOT_FOUND,
+    "InvalidRequest": pb_utils.TritonError.INVALID_ARG,
+    "TooLarge": pb_utils.TritonError.INVALID_ARG,
+    "NotReady": pb_utils.TritonError.UNAVAILABLE,
+    "Overloaded": pb_utils.TritonError.UNAVAILABLE,
+    "QuotaExceeded": pb_utils.TritonError.UNAVAILABLE,
+    "DeadlineExceeded": pb_utils.TritonError.UNAVAILABLE,
+    "Unsupported": pb_utils.TritonError.UNSUPPORTED,
+    "Cancelled": pb_utils.TritonError.CANCELLED,
+}
+LATEST = -1
+
+
+def call_once(request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
+    call = describe(request)
+    try:
+        answers = CalledAnswers(call)
+    except PenstockError as error:
+        return _failed(error)
+    with closing(answers):
+        return _only(call, next(answers))
+
+
+def call_for_all(request: pb_utils.InferenceRequest) -> Iterator[pb_utils.InferenceResponse]:
+    """Return the responses as they come. The request is sent at once."""
+    try:
+        answers = CalledAnswers(describe(request))
+    except PenstockError as error:
+        return iter([_failed(error)])
+    return _iterate(answers)
+
+
+async def await_one(request: pb_utils.InferenceRequest) -> pb_utils.InferenceResponse:
+    call = describe(request)
+    try:
+        answers = AwaitedAnswers(call)
+    except PenstockError as error:
+        return _failed(error)
+    with closing(answers):
+        return _only(call, await anext(answers))
+
+
+async def await_all(
+    request: pb_utils.InferenceRequest,
+) -> AsyncIterator[pb_utils.InferenceResponse]:
+    try:
+        answers = AwaitedAnswers(describe(request))
+    except PenstockError as error:
+        return _iterate_failure(error)
+    return _iterate_awaited(answers)
+
+
+def describe(request: pb_utils.InferenceRequest) -> ModelCall:
+    """Return the call of a request; TritonModelException if the model's code made it wrongly."""
+    name = request.model_name()
+    if not name or not isinstance(name, str):
+        raise pb_utils.TritonModelException(
+            f"InferenceRequest: model_name must be the name of the model to call, got {name!r}"
+        )
+    try:
+        find_line()
+    except NotReady as error:
+        raise pb_utils.TritonModelException(f"cannot call model '{name}': {error}") from None
+    outputs = request.requested_output_names()
+    if not all(isinstance(each, str) for each in outputs):
+        raise pb_utils.TritonModelException(
+            f"InferenceRequest: requested_output_names must be names of outputs, got {outputs!r}"
+        )
+    version = request.model_version()
+    return ModelCall(
+        name,
+        "" if version == LATEST else str(version),
+        [_to_tensor(each) for each in request.inputs()],
+        tuple(outputs),
+        str(request.request_id()),
+        _parameters(request),
+    )
+
+
+def _parameters(request: pb_utils.InferenceRequest) -> Mapping[str, Parameter]:
+    """Return the parameters, with those that have arguments of their own under the names that
+    clients use for them."""
+    found: dict[str, Parameter] = {}
+    for key, value in json.loads(request.parameters()).items():
+        if not isinstance(value, bool | int | float | str):
+            kinds = "a bool, int, float or str"
+            problem = f"InferenceRequest: parameter '{key}' must be {kinds}, got {value!r}"
+            raise pb_utils.TritonModelException(problem)
+        found[key] = value
+    if request.timeout():
+        found["timeout"] = request.timeout()
+    if request.correlation_id():
+        found["sequence_id"] = request.correlation_id()
+    if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+        found["sequence_start"] = True
+    if request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
+        found["sequence_end"] = True
+    return found
+
+
+def _to_tensor(given: object) -> Tensor:
+    if not isinstance(given, pb_utils.PbTensor):
+        raise pb_utils.TritonModelException(
+            f"InferenceRequest: inputs must be pb_utils.Tensor objects, got {type(given).__name__}"
+        )
+    return from_array(given.name(), given.v2_datatype(), given.as_numpy())
+
+
+def _to_pb(tensor: Tensor) -> pb_utils.PbTensor:
+    array = to_array(tensor)
+    # The answer belongs to the model, which may write to it as in Triton.
+    if not array.flags.writeable:
+        array = np.array(array)
+    return pb_utils.PbTensor(tensor.name, array, "BF16" if tensor.datatype == "BF16" else "")
+
+
+def _failed(error: PenstockError) -> pb_utils.InferenceResponse:
+    return _error(type(error).__name__, error_text(error))
+
+
+def _error(kind: str, text: str) -> pb_utils.InferenceResponse:
+    code = CODES.get(kind, pb_utils.TritonError.INTERNAL)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
+
+
+def _response(answer: CalledAnswer) -> pb_utils.InferenceResponse:
+    if answer.error_kind:
+        return _error(answer.error_kind, answer.error)
+    return pb_utils.InferenceResponse([_to_pb(each) for each in answer.outputs])
+
+
+def _only(call: ModelCall, answer: CalledAnswer) -> pb_utils.InferenceResponse:
+    if answer.is_final:
+        return _response(answer)
+    what = f"model '{call.model_name}' gives several responses"
+    return _error("Unsupported", f"{what}; call it with decoupled=True and iterate over them")
+
+
+def _iterate(answers: CalledAnswers) -> Iterator[pb_utils.InferenceResponse]:
+    with closing(answers):
+        for answer in answers:
+            yield _response(answer)
+
+
+async def _iterate_awaited(answers: AwaitedAnswers) -> AsyncIterator[pb_utils.InferenceResponse]:
+    with closing(answers):
+        async for answer in answers:
+            yield _response(answer)
+
+
+async def _iterate_failure(error: PenstockError) -> AsyncIterator[pb_utils.InferenceResponse]:
+    yield _failed(error)
