@@ -283,6 +283,15 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The server's response cache (Triton's `--cache-config`)."""
+
+    # Memory for answers, of all shards together; 0: there is no cache. Raise it while answers that
+    # are asked for again leave it too early.
+    max_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, fully resolved, as `penstock inspect` prints it."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.serve_options import ServeOptions
 from penstock.config import LLM, ModelConfig, TlsConfig
@@ -166,6 +167,7 @@ class Server:
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
         self.catalog.metrics_config = options.shown_metrics
+        self.catalog.caches.divide(options.cache, self.shard_choice.number)
         hard_links, allowed = options.allow_hard_links, options.load_permissions
         made = ManagementApi(
             self.catalog,
@@ -404,6 +406,7 @@ class Server:
                 record_folder=str(self.catalog.recorders.folder or ""),
                 num_shards=self.shard_choice.number,
                 metrics=options.shown_metrics,
+                cache=options.cache,
             )
             spec = shard_spec(opening, listeners, self._gate)
             self._processes.append(ShardProcess(self._core, spec))
@@ -437,6 +440,7 @@ def check(options: ServeOptions) -> None:
     """Raise CommandLineError for flags that contradict each other."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     problems += read_metrics_config(options.metrics_config)[1]
+    problems += read_cache_config(options.cache_config)[1]
     if problems:
         raise CommandLineError(problems)
 

@@ -138,6 +138,7 @@ PURE = [
     "profiling/roofline.py",
     "profiling/work.py",
     "serving/answer_order.py",
+    "serving/answer_store.py",
     "serving/arrival_rates.py",
     "serving/scaling.py",
     "serving/sustained_rate.py",

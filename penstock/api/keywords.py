@@ -38,6 +38,7 @@ class ServeKeywords(TypedDict, total=False):
     allow_load_files: bool
     allow_load_code: bool
     record: PathText
+    cache_config: Sequence[str]
     max_body_bytes: int
     max_json_bytes: int
     grpc_max_message_bytes: int

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
 from penstock.config import (
     GPU_MEMORY_RESERVE,
+    CacheConfig,
     GrpcConfig,
     HttpLimits,
     LoadPermissions,
@@ -20,6 +22,7 @@ listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
 security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "Logs"))
 metrics_flag = flags_of("Metrics")
 record_flag = flags_of("Recording")
+cache_flag = flags_of("Response cache")
 PORT_TAKEN = "Change it when the port is taken; 0 picks a free one and prints it."
 BYTES = (1 << 10, 1 << 30)
 
@@ -167,6 +170,13 @@ class ServeOptions:
         "replay real traffic, or to recalibrate from it.",
         **text("DIR", "nothing is recorded"),
     )
+    cache_config: tuple[str, ...] = cache_flag(
+        "Response cache, as local,size=BYTES",
+        "Give it where the same inputs come again: models with response_cache { enable: true } "
+        "then answer them from memory, as in Triton. Shards divide the bytes. Repeatable.",
+        value=(),
+        metavar="CACHE,SETTING=VALUE",
+    )
     max_body_bytes: int = limit_flag(
         "Largest HTTP request body, after decompression",
         "Raise it when tensors are larger; each connection may use this much memory.",
@@ -257,6 +267,10 @@ class ServeOptions:
     @property
     def shown_metrics(self) -> MetricsConfig:
         return read_metrics_config(self.metrics_config, self.metrics_interval_ms)[0]
+
+    @property
+    def cache(self) -> CacheConfig:
+        return read_cache_config(self.cache_config)[0]
 
     @property
     def limits(self) -> HttpLimits:

@@ -216,6 +216,7 @@ def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
 
     shard = Shard(core.send, core.page, settings.shard, make_text, core.parcels)
     shard.table.metrics_config = settings.metrics
+    shard.table.caches.divide(settings.cache, settings.num_shards)
     recorders = shard.table.recorders
     recorders.folder = Path(settings.record_folder) if settings.record_folder else None
     recorders.place = RingPlace(settings.shard, settings.num_shards)

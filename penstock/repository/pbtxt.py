@@ -118,6 +118,7 @@ UNSUPPORTED = tuple(sorted(pbtxt_fields.REFUSED))
 NOT_IN_ENGINES = {
     "model_warmup": "an engine warms up by itself",
     "dynamic_batching": "an engine batches continuously",
+    "response_cache.enable": "texts are sampled anew; an engine caches prefixes of prompts",
 }
 NOT_IN_SLO_MODE = (
     "dynamic_batching.preferred_batch_size",
@@ -207,6 +208,8 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     _describe_batching(message, config.batching)
     pbtxt_views.describe_batch(message, config)
     message.metric_tags.update(config.metric_tags)
+    if config.is_cached:
+        message.response_cache.enable = True
     if config.warmups:
         _describe_warmups(message.model_warmup, config.warmups)
     if GPU_ENGINE in config.options:
@@ -376,6 +379,10 @@ class _Resolver:
             if _is_set(self._message, path):
                 field, _, detail = path.partition(".")
                 self._problem(field, f"{detail} is not supported" if detail else "not supported")
+        if self._message.response_cache.enable:
+            for path, why in pbtxt_fields.NOT_CACHED.items():
+                if _is_set(self._message, path):
+                    self._problem("response_cache", f"not with {path.partition('.')[0]}: {why}")
 
     def _options(self, backend: str, *, has_gpu: bool) -> dict[str, str]:
         options = accelerators.read(self._message, backend, self._problem)
@@ -497,6 +504,7 @@ class _Resolver:
             config,
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
+            is_cached=message.response_cache.enable and backend != LLM,
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
             notes=tuple(self._notes),

@@ -33,6 +33,7 @@ _READ = {
     "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
     "optimization.execution_accelerators.cpu_execution_accelerator.": "name parameters",
     "parameters.": "string_value",
+    "response_cache.": "enable",
     "model_metrics.metric_control.": "metric_identifier.family histogram_options.buckets",
     "model_warmup.": "name batch_size count",
     "model_warmup.inputs.": "data_type dims zero_data random_data input_data_file",
@@ -48,8 +49,7 @@ GRANTED = frozenset(
 )
 # Refused if set: they change what a model does, and are not supported.
 _REFUSED = (
-    "sequence_batching model_operations "
-    "model_transaction_policy.decoupled response_cache.enable model_repository_agents"
+    "sequence_batching model_operations model_transaction_policy.decoupled model_repository_agents"
 )
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
@@ -72,6 +72,13 @@ REASONS = {
     "instance_group.passive": "every instance takes batches",
     "instance_group.host_policy": "instances run on any core and memory node",
     "cc_model_filenames": "the same file is loaded for every GPU",
+}
+# What a model with a response cache cannot have: its answers depend on more than one request, or
+# are more than one.
+NOT_CACHED = {
+    "sequence_batching": "an answer depends on the requests before it",
+    "model_transaction_policy.decoupled": "a request may have several answers",
+    "ensemble_scheduling": "enable it in the models of the steps",
 }
 
 

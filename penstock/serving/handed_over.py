@@ -19,6 +19,7 @@ from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.parcels import ParcelQueue, Parcels
 from penstock.serving.request_recorder import RequestRecorder
+from penstock.serving.response_cache import ModelCache
 from penstock.serving.served import ModelProcess
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire import frames
@@ -38,6 +39,8 @@ class HandedOver:
         self.config = config
         self.metrics = ModelMetrics.from_config(config)
         self.recorder: RequestRecorder | None = None
+        # Set by the owner if answers are kept: those that are found need not go to the core.
+        self.cache: ModelCache | None = None
         self._parcels = parcels
         self._queue: ParcelQueue[frames.FromPartMessage] = ParcelQueue(parcels, send)
         self._calls = itertools.count(1)
@@ -105,6 +108,8 @@ class HandedOver:
     def submit(self, request: Request) -> None:
         if self.recorder is not None:
             self.recorder.see(request)
+        if self.cache is not None and not self._is_closing and self.cache.answers(request):
+            return
         try:
             if self._is_closing:
                 raise NotReady(f"model '{self.config.name}' is being unloaded")

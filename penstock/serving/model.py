@@ -36,6 +36,7 @@ from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.reservation import Reservation
+from penstock.serving.response_cache import ModelCache
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.worker_place import WorkerPlace
@@ -103,6 +104,8 @@ class Model:
         self.workers: Sequence[WorkerPlace] = dispatcher.workers
         # Set by the owner if requests are recorded.
         self.recorder: RequestRecorder | None = None
+        # Set by the owner if answers are kept.
+        self.cache: ModelCache | None = None
         # What only one part does, as `Served` promises it.
         self.drain, self.refused = dispatcher.drain, replies.refused
 
@@ -216,6 +219,8 @@ class Model:
         """`reserved` is the memory of the inputs; an admitted request adopts it."""
         if self.recorder is not None:
             self.recorder.see(request)
+        if self._is_known(request):
+            return
         try:
             if self.readiness.state != "READY":
                 raise self.readiness.not_ready()
@@ -228,6 +233,18 @@ class Model:
                 self.refused(error, request.timings.received)
             request.respond(error)
             return
+        if self._place(request, reserved):
+            self._dispatcher.wake()
+            if self._cold.is_cold:
+                self._cold.wake()
+
+    def _is_known(self, request: Request) -> bool:
+        """Answer the request if the cache knows the answer."""
+        if self.cache is None or self.readiness.state != "READY":
+            return False
+        return self.cache.answers(request, self._replies.order)
+
+    def _place(self, request: Request, reserved: Reservation | None) -> bool:
         try:
             if reserved is None or not self.memory.adopt(request, reserved):
                 self.memory.place(request)
@@ -235,10 +252,8 @@ class Model:
             log.exception("%s: a request could not be placed in shared memory", self.config.name)
             failure = BackendFailed("the request could not be placed in shared memory")
             self._withdraw(request, failure, "OTHER")
-            return
-        self._dispatcher.wake()
-        if self._cold.is_cold:
-            self._cold.wake()
+            return False
+        return True
 
     def cancel(self, request: Request) -> None:
         """Cancel a request. Queued, it never runs; once it runs, its answer is dropped."""

@@ -13,6 +13,7 @@ from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
+from penstock.serving.response_cache import Caches
 from penstock.serving.served import Served
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.wire.frames import SplitRule
@@ -35,6 +36,7 @@ class ModelTable:
         # Memory that clients have registered.
         self.regions = RegionTable()
         self.recorders = Recorders()
+        self.caches = Caches()
         # What is counted and shown of latencies.
         self.metrics_config = MetricsConfig()
         self._models: dict[str, dict[str, Served]] = {}

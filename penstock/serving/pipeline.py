@@ -40,6 +40,7 @@ from penstock.serving.regions import NO_REGIONS, RegionTable
 from penstock.serving.replies import AnswerOrder, is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.request_recorder import RequestRecorder
+from penstock.serving.response_cache import ModelCache
 from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
 
@@ -222,6 +223,8 @@ class StagePipeline:
         self._order = AnswerOrder(clock, elsewhere) if policy.preserve_ordering else None
         # Set by the owner if requests are recorded; those of stages are not.
         self.recorder: RequestRecorder | None = None
+        # Set by the owner if answers are kept, likewise.
+        self.cache: ModelCache | None = None
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
@@ -322,6 +325,9 @@ class StagePipeline:
     def submit(self, request: Request) -> None:
         if self.recorder is not None:
             self.recorder.see(request)
+        is_open = not self._is_closing
+        if self.cache is not None and is_open and self.cache.answers(request, self._order):
+            return
         try:
             self._admit(request)
         except PenstockError as error:

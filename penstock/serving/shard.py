@@ -290,6 +290,7 @@ class Shard:
         places = zip(cores, configs, opening.blocks, strict=True)
         setups = [self._set_up(*place) for place in places]
         model = make_model(config, quotas=self.table.quotas, shards=setups)
+        model.cache = self.table.caches.open(config, model.metrics)
         stages = model.models if isinstance(model, StagePipeline) else [model]
         for number, stage, core in zip(opening.parts, stages, cores, strict=True):
             self._parts[number] = stage.readiness, core
@@ -309,6 +310,7 @@ class Shard:
             self._send(frames.FromPart(number, message))
 
         model = self._handed[number] = HandedOver(config, self._parcels, tell)
+        model.cache = self.table.caches.open(config, model.metrics)
         model.recorder = self.table.recorders.open(config, model.metrics)
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts

@@ -120,6 +120,7 @@ class VersionLoader:
 
     def _create(self, config: ModelConfig) -> Served:
         self._table.recorders.check(config)
+        self._table.caches.warn(config)
         model = self._make(config)
         if self._shards is None:
             model.recorder = self._table.recorders.open(config, model.metrics)
@@ -145,7 +146,11 @@ class VersionLoader:
             )
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
-        return model if self._shards is None else OwnedModel(config, self._shards, model)
+        if self._shards is not None:
+            # They keep the answers to what they hand over.
+            return OwnedModel(config, self._shards, model)
+        model.cache = self._table.caches.open(config, model.metrics)
+        return model
 
 
 async def finish(work: Coroutine[object, object, None]) -> None:

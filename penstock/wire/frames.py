@@ -30,7 +30,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config import GrpcConfig, HttpLimits, MetricsConfig, ModelConfig, TlsConfig
+from penstock.config import (
+    CacheConfig,
+    GrpcConfig,
+    HttpLimits,
+    MetricsConfig,
+    ModelConfig,
+    TlsConfig,
+)
 from penstock.types import Parameter, RequestedOutput
 
 VERSION = 4
@@ -433,6 +440,8 @@ class OpenShard(Frame, tag="open"):
     num_shards: int = 1
     # The latencies that it counts.
     metrics: MetricsConfig = MetricsConfig()
+    # The response cache, which the shards divide.
+    cache: CacheConfig = CacheConfig()
 
 
 class NameKeys(Frame, tag="named"):

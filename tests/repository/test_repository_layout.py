@@ -530,7 +530,6 @@ def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
         "sequence_batching { }",
         'model_operations { op_library_filename: "x.so" }',
         "model_transaction_policy { decoupled: true }",
-        "response_cache { enable: true }",
     ],
 )
 def test_unsupported_field_is_refused_by_name(tmp_path: Path, field: str) -> None:
@@ -539,6 +538,26 @@ def test_unsupported_field_is_refused_by_name(tmp_path: Path, field: str) -> Non
         problem.startswith(f"{name}: ") and "not supported" in problem
         for problem in problems(tmp_path, NULL + field)
     )
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "sequence_batching { }",
+        "ensemble_scheduling { }",
+        "model_transaction_policy { decoupled: true }",
+    ],
+)
+def test_answers_that_are_not_of_one_request_are_not_cached(tmp_path: Path, field: str) -> None:
+    found = problems(tmp_path, NULL + field + "response_cache { enable: true }")
+    name = field.split()[0]
+    assert any(problem.startswith(f"response_cache: not with {name}: ") for problem in found)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_model_says_whether_its_answers_are_cached(tmp_path: Path, enabled: bool) -> None:
+    text = f"response_cache {{ enable: {str(enabled).lower()} }}"
+    assert resolve(tmp_path, NULL + text).is_cached == enabled
 
 
 @pytest.mark.parametrize(
