@@ -268,6 +268,7 @@ class Shard:
         self._ticker.cancel()
         await asyncio.gather(*(self._retire(number) for number in list(self._models)))
         self.regions.close_all()
+        await self.table.caches.close()
         await asyncio.to_thread(self.table.recorders.close)
 
     async def _open_of_kind(self, opening: frames.OpenModel) -> None:
