@@ -93,8 +93,6 @@ def without_effect(message: Proto) -> Iterator[str]:
         yield "default_model_filename: has no effect; an ensemble has no file"
     if message.HasField("optimization"):
         yield "optimization: has no effect; set it for the members"
-    if message.response_cache.enable:
-        yield "response_cache: has no effect; answers depend on the members: set it for them"
     for key in sorted(message.parameters):
         if key not in PARAMETERS:
             yield f"parameters.{key}: has no effect; set it for the members"
