@@ -30,10 +30,11 @@ from penstock.backends import Batch, BatchRequest, Execution, Outputs, Runner
 from penstock.backends import triton_python_backend_utils as pb_utils
 from penstock.backends.finished import Finished, finish
 from penstock.backends.python_signature import TRITON, CallForm, find_entry, read_form
+from penstock.backends.stateful import END, ID, START
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError, describe_error
 from penstock.repository import pbtxt
-from penstock.types import Array
+from penstock.types import Array, Parameter
 from penstock.wire.frames import RequestPart
 
 MAX_TEXT_CHARS = 1000
@@ -232,15 +233,20 @@ class TritonRunner(Runner):
                 own = dict(batch.all_pieces[index])
             else:
                 own = {name: a[row:end] if is_batched else a for name, a in batch.inputs.items()}
+            given = part.parameters
+            flags = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START * bool(given.get(START))
+            flags |= pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END * bool(given.get(END))
             tensors = [pb_utils.Tensor(name, a, self._datatypes[name]) for name, a in own.items()]
             requests.append(
                 pb_utils.InferenceRequest(
                     request_id=part.id,
+                    correlation_id=_correlation_id(given),
                     inputs=tensors,
                     requested_output_names=part.outputs or self._output_names,
                     model_name=self._config.name,
                     model_version=int(self._config.version),
-                    parameters=part.parameters,
+                    flags=flags,
+                    parameters={key: given[key] for key in given if key not in (ID, START, END)},
                 )
             )
             row = end
@@ -332,6 +338,11 @@ def _answer(response: object) -> Outputs | Exception:
     if error is not None:
         return BackendFailed(error.message())
     return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+def _correlation_id(parameters: Mapping[str, Parameter]) -> int | str:
+    id = parameters.get(ID, 0)
+    return id if isinstance(id, int | str) else 0
 
 
 def _built(form: str) -> Mapping[str, str]:

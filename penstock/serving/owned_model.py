@@ -7,6 +7,7 @@ a shard had open is cancelled when its process ends. Belongs to the core's event
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -182,8 +183,8 @@ class OwnedModel(ShardedVersion):
         await self._shards.open_model(self)
 
     async def drain(self) -> None:
-        await super().drain()
-        await self.model.drain()
+        # Together: what shards wait for may need sequences to end here.
+        await asyncio.gather(super().drain(), self.model.drain())
 
     async def close(self) -> None:
         """End it here, so that all requests are answered, and then in the shards."""

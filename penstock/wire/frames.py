@@ -94,6 +94,8 @@ class RequestPart(Frame, tag="p"):
     # and outputs that it writes there.
     reads: tuple[RegionSpan, ...] = ()
     writes: tuple[RegionSpan, ...] = ()
+    # What its sequence holds in the worker; negative: it belongs to none.
+    slot: int = -1
 
 
 class Proof(Frame, tag="prf"):
