@@ -649,8 +649,9 @@ class Left(Frame, tag="left"):
 
 
 class HandOver(Frame, tag="hov"):
-    """A request for a model whose requests are all the core's; the pieces of `parcel` are its
-    inputs. `call` numbers the requests of this shard for this model."""
+    """A request for a model whose requests are all the core's, or of the core for a model whose
+    requests are the shards'; the pieces of `parcel` are its inputs. `call` numbers the requests of
+    the sender for this model."""
 
     call: int
     received: float
@@ -742,6 +743,8 @@ ToPartMessage = (
     | SetEngine
     | EngineEnded
     | HandBack
+    | HandOver
+    | TakeBack
 )
 FromPartMessage = (
     Lost
@@ -755,6 +758,7 @@ FromPartMessage = (
     | EngineHung
     | HandOver
     | TakeBack
+    | HandBack
 )
 
 
