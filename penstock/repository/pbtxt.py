@@ -378,6 +378,11 @@ class _Resolver:
     _warnings: list[str] = dataclasses.field(default_factory=list)
 
     def _refuse_unsupported(self) -> None:
+        message = self._message
+        if message.HasField(pbtxt_ensemble.FIELD) and not pbtxt_ensemble.is_ensemble(message):
+            given = message.backend or message.platform
+            problem = f"beside '{given}'; expected platform: '{ENSEMBLE}' and no backend"
+            self._problem(pbtxt_ensemble.FIELD, problem)
         for path in UNSUPPORTED:
             if _is_set(self._message, path):
                 field, _, detail = path.partition(".")
@@ -437,10 +442,6 @@ class _Resolver:
         message = self._message
         self._check_name()
         self._refuse_unsupported()
-        if message.HasField(pbtxt_ensemble.FIELD):
-            given = message.backend or message.platform
-            problem = f"beside '{given}'; expected platform: '{ENSEMBLE}' and no backend"
-            self._problem(pbtxt_ensemble.FIELD, problem)
         backend = self._backend()
         artifact = self._artifact(backend)
         inputs, outputs, max_batch = self._tensors(backend, artifact)
