@@ -89,6 +89,7 @@ class LocalInference:
         self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
         self._catalog = table
+        self._tracer = table.tracer
         self._lifecycle = lifecycle
         self._codec = Codec()
         generate = dict.fromkeys(("generate", "generate_stream"), handle_generate)
@@ -160,6 +161,8 @@ class LocalInference:
         exchange.abandon = sink.abandon
         if split is not None:
             split.watch(request, model)
+        if self._tracer.is_on:
+            self._tracer.see(request, model.config, call.headers, "http")
         if long is None or not isinstance(model, Model):
             model.submit(request)
         else:

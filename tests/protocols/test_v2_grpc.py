@@ -33,6 +33,7 @@ from penstock.protocols.route_table import HEALTH, RPC_ROUTES
 from penstock.protocols.v2_grpc import SERVICE, GrpcService
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementCall
+from penstock.serving.tracer import Tracer
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire.statuses import STATUSES
 
@@ -44,6 +45,7 @@ ANSWERED = {
     "ModelMetadata",
     "ModelConfig",
     "ModelStatistics",
+    "TraceSetting",
     "ModelInfer",
     "ModelStreamInfer",
     "RepositoryIndex",
@@ -80,6 +82,7 @@ class Core:
         self.cancelled: list[Request] = []
         self.asked: list[tuple[str, str, Mapping[str, Any]]] = []
         self.splits: dict[str, object] = {}
+        self.tracer = Tracer()
         self.counted: list[str] = []
         self.refused: list[PenstockError] = []
         self.catalog = self
