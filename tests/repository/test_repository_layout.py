@@ -528,7 +528,6 @@ def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
     "field",
     [
         "sequence_batching { iterative_sequence: true }",
-        "ensemble_scheduling { }",
         'model_operations { op_library_filename: "x.so" }',
         "model_transaction_policy { decoupled: true }",
     ],
