@@ -881,7 +881,7 @@ class _Resolver:
             for name, problem in _group_problems(group, backend):
                 self._problem(f"instance_group[{index}].{name}", problem)
         groups = pbtxt_placement.active(groups) or groups
-        total = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups)
+        total = _num_instances(groups)
         if total > MAX_INSTANCES:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
             return [CPU]
@@ -889,10 +889,16 @@ class _Resolver:
 
     def _rate_limits(self, backend: str) -> tuple[RateLimit, ...]:
         groups = pbtxt_placement.active(self._message.instance_group)
+        if _num_instances(groups) > MAX_INSTANCES:
+            return ()
         found = pbtxt_rate.read(groups, lambda each: _devices(each, backend), self._problem)
         if found and backend != LLM:
             self._notes.append(pbtxt_rate.NOTE)
         return () if backend == LLM else found
+
+
+def _num_instances(groups: Sequence[Proto]) -> int:
+    return sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups)
 
 
 def _ineffective(config: ModelConfig, message: Proto) -> list[str]:

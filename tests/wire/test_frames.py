@@ -20,6 +20,7 @@ from penstock.config import (
 )
 from penstock.types import TensorSpec
 from penstock.wire import frames
+from penstock.wire.trace_records import TracedStep, TracedTensor, TraceRecord
 
 FULL_CONFIG = ModelConfig(
     name="modèle",
@@ -118,7 +119,11 @@ WORKER_TO_SHARD = [
 PIECE = frames.TensorHeader("x", "FP32", (1, 2), 8)
 INLINE = frames.Parcel((PIECE,), b"12345678")
 AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
+STEP = TracedStep("m", 1.0, 1.5, (0.25, 0.5, 0.25), 3.0)
+TENSOR = TracedTensor("TENSOR_QUEUE_INPUT", "x", "FP32", (1, 2), "0.5,1")
+TRACE = TraceRecord("", "http", "m", "2", "é", 0.5, STEP, 3.5, 4.0, "", (STEP,), (TENSOR,), "0f")
 FROM_SHARD = [
+    frames.Traced(TRACE),
     frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
     frames.FromPart(3, frames.MayTry(True)),
     frames.FromPart(3, frames.PartLoad(12, 3, 0.5, {1: 0.25, 8: 0.5}, 1.5, 9, 2)),
