@@ -345,6 +345,8 @@ class ModelConfig:
     first_response_ms: tuple[float, ...] = ()
     # Whether answers may come from the response cache, if the server has one.
     is_cached: bool = False
+    # Whether a request has any number of responses (`model_transaction_policy`).
+    is_decoupled: bool = False
     # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
     # None: not configured; a server that has a folder for recordings records by the defaults.
@@ -429,8 +431,9 @@ class ModelConfig:
 
     @property
     def has_one_owner(self) -> bool:
-        """Whether the core queues the requests of all shards, because they share state."""
-        return False
+        """Whether the core queues the requests of all shards: they share state, or their responses
+        take as long as they like, while workers run other batches."""
+        return self.is_decoupled
 
     @property
     def has_head(self) -> bool:

@@ -47,6 +47,12 @@ from penstock.wire.v2_request import decode_raw
 REJECTIONS = {413: TooLarge, 503: NotReady}
 
 
+ONCE_ONLY = (
+    "HTTP end point doesn't support models with decoupled transaction policy; use "
+    "generate_stream, or ModelStreamInfer over gRPC"
+)
+
+
 class Parked(Exception):
     """A message waits for a token of its key's rate; the router calls `V2Http.handle` again."""
 
@@ -142,6 +148,8 @@ class LocalInference:
         try:
             if self._lifecycle.is_draining:
                 raise NotReady(SHUTTING_DOWN)
+            if model.config.is_decoupled:
+                raise Unsupported(ONCE_ONLY)
             body, received, long = exchange.body, exchange.received, exchange.long
             if long is not None:
                 assert isinstance(long, TensorBody)

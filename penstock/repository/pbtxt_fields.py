@@ -33,6 +33,7 @@ _READ = {
     "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
     "optimization.execution_accelerators.cpu_execution_accelerator.": "name parameters",
     "parameters.": "string_value",
+    "model_transaction_policy.": "decoupled",
     "response_cache.": "enable",
     "model_metrics.metric_control.": "metric_identifier.family histogram_options.buckets",
     "model_warmup.": "name batch_size count",
@@ -47,10 +48,7 @@ GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
 # Refused if set: they change what a model does, and are not supported.
-_REFUSED = (
-    "sequence_batching ensemble_scheduling model_operations "
-    "model_transaction_policy.decoupled model_repository_agents"
-)
+_REFUSED = "sequence_batching ensemble_scheduling model_operations model_repository_agents"
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {

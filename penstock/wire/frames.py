@@ -9,8 +9,9 @@ OpenShard, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, SetExecutors, Leave, Stop
     worker → core   WorkerReady, StartFailed, Leaving, Sketched
-    shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Recall, Release
-    worker → shard  Claim, Started, Recalled, Done, BatchFailed, Leaving
+    shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Recall,
+                    Release, CancelRequest
+    worker → shard  Claim, Started, Recalled, Responded, Done, BatchFailed, Leaving
     core → shard    OpenShard, NameKeys, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased,
                     TokensTaken, OpenRegion, CloseRegion, MoveClients, Release, Ping, Drain, Stop
     shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
@@ -40,7 +41,7 @@ from penstock.config import (
 )
 from penstock.types import Parameter, RequestedOutput
 
-VERSION = 4
+VERSION = 5
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
@@ -320,6 +321,28 @@ class Done(Frame, tag="ok"):
     is_first: bool = True
 
 
+class Responded(Frame, tag="rsp"):
+    """A response of a decoupled model to the request at this `index` of a batch, with the `outputs`
+    in the worker's spill, or an `error`. Others follow unless it `is_final`; `is_empty`: there is
+    no response, only the end. The Done of its batch says that the worker takes the next batch, and
+    may come before or after it."""
+
+    batch: int
+    index: int
+    outputs: tuple[Extent, ...] = ()
+    is_final: bool = False
+    is_empty: bool = False
+    error: str = ""
+    parameters: dict[str, Parameter] = {}
+
+
+class CancelRequest(Frame, tag="crq"):
+    """The client of the request at this `index` of a batch is gone: its model may stop."""
+
+    batch: int
+    index: int
+
+
 class BatchFailed(Frame, tag="err"):
     """The whole batch failed in the model; the worker itself is healthy. `is_merged`: it had rows
     of other shards, which may be the cause."""
@@ -409,6 +432,8 @@ class CallAnswer(Frame, tag="cala"):
     parameters: dict[str, Parameter] = {}
     error_kind: str = ""
     error: str = ""
+    # As in Responded.
+    is_empty: bool = False
 
 
 class OpenShard(Frame, tag="open"):
@@ -685,6 +710,8 @@ class HandBack(Frame, tag="hbk"):
     # Why it was refused, and when to try again, if that is known.
     reason: str = ""
     retry_after_s: float | None = None
+    # As in Responded.
+    is_empty: bool = False
 
 
 class EngineReady(Frame, tag="ready"):
@@ -934,11 +961,20 @@ class ShardAnswer(Frame, tag="anss"):
 ToWorker = LoadModel | Enclosed | Attach | SetExecutors | Leave | Stop
 FromWorker = WorkerReady | StartFailed | Leaving | Sketched
 ShardToWorker = (
-    Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Recall | Release
+    Hello
+    | MapSlab
+    | MapRegion
+    | UnmapRegion
+    | Want
+    | Dispatch
+    | Decline
+    | Recall
+    | Release
+    | CancelRequest
 )
 # On the socket for calls, which a thread of its own reads.
 WorkerCall = CallModel | CancelCall | Waited
-WorkerToShard = Claim | Started | Recalled | Done | BatchFailed | Leaving
+WorkerToShard = Claim | Started | Recalled | Responded | Done | BatchFailed | Leaving
 FromShard = (
     Listening
     | StartFailed
