@@ -21,7 +21,7 @@ PURE := tests/wire tests/test_architecture.py tests/test_public_api.py \
 	$(addprefix tests/benchmark/test_,ci_gate.py exchange.py messages.py recorder.py verdicts.py) \
 	$(addprefix tests/optimizer/test_,binomial.py budget.py columns.py goals.py outcomes.py plan_file.py scores.py time_plan.py)
 
-.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-operate verify-shards verify-deploy verify-monitoring verify-ray verify-scaling fuzz bench-gate bench-serving clean
+.PHONY: docs demo demo-llm check test test-slow test-gpu lint verify verify-operate verify-shards verify-deploy verify-monitoring verify-triton verify-ray verify-scaling fuzz bench-gate bench-serving clean
 
 # Optimise a sentiment classifier to a latency target: under 3 minutes, plus set-up on the first run.
 demo: $(READY)
@@ -83,6 +83,12 @@ $(RAY)/.ready: pyproject.toml
 # Alerts and dashboards in a real Prometheus (Debian package): about three minutes.
 verify-monitoring: $(READY)
 	$(BIN)/python -m pytest tests/deploy/test_monitoring.py
+
+# What Triton needs other programs for: the response cache in a real Redis (Debian package
+# redis-server). What is missing fails. About a minute.
+verify-triton: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[redis]"
+	$(BIN)/python -m pytest -v -m verify tests/e2e/test_redis_cache.py
 
 # The image, compose.yaml, rendered pods behind haproxy, schemas of all kinds, the chart, the unit:
 # real podman, Prometheus and haproxy, as root. What is missing fails. CHECK=pods runs the tests

@@ -269,12 +269,27 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """Where answers are kept outside the server."""
+
+    host: str
+    port: int = 6379
+    username: str = ""
+    password: str = field(default="", repr=False)
+    # Longest time that a request waits for it. Raise it for a slow network, below what computing
+    # takes.
+    timeout_s: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The server's response cache (Triton's `--cache-config`)."""
 
     # Memory for answers, of all shards together; 0: there is no cache. Raise it while answers that
     # are asked for again leave it too early.
     max_bytes: int = 0
+    # In place of memory, for servers that share their answers.
+    redis: RedisConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +362,8 @@ class ModelConfig:
     is_cached: bool = False
     # Whether a request has any number of responses (`model_transaction_policy`).
     is_decoupled: bool = False
+    # What its answers depend on, if servers share them; see `repository.fingerprint`.
+    fingerprint: str = field(default="", compare=False)
     # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
     # None: not configured; a server that has a folder for recordings records by the defaults.

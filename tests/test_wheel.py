@@ -22,10 +22,22 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "penstock")
 PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
+# `optimize` could not judge: others used the machine (docs/exit_codes.md).
+DISTURBED = 4
+
+
 def run(command: Sequence[str | Path], cwd: Path, timeout_s: float = 600, **variables: str) -> str:
+    done = attempt(command, cwd, timeout_s, **variables)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def attempt(
+    command: Sequence[str | Path], cwd: Path, timeout_s: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
     # PYTHONPATH would lead to the tree instead of the wheel.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
+    return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
         env=environment | variables,
@@ -33,8 +45,6 @@ def run(command: Sequence[str | Path], cwd: Path, timeout_s: float = 600, **vari
         text=True,
         timeout=timeout_s,
     )
-    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -146,16 +156,23 @@ def test_each_module_of_the_tree_is_in_the_wheel(environment: Path, empty: Path)
     assert not missing
 
 
+@pytest.mark.timeout(2700)
 def test_the_first_minutes(with_extras: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     path = f"{with_extras}:{os.environ['PATH']}"
     script = ROOT / "examples" / "first_minutes.sh"
-    output = run(["bash", script], tmp_path, 800, PATH=path, PORT=port)
-    assert "== Done" in output
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = attempt(["bash", script], folder, 800, PATH=path, PORT=port)
+        if done.returncode != DISTURBED:
+            break
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "== Done" in done.stdout
     where = run(
         [with_extras / "python", "-c", "import penstock; print(penstock.__file__)"], tmp_path
     )
     assert Path(where).is_relative_to(with_extras.parent)
-    assert (tmp_path / "optimize.html").is_file()
+    assert (folder / "optimize.html").is_file()

@@ -171,9 +171,10 @@ class ServeOptions:
         **text("DIR", "nothing is recorded"),
     )
     cache_config: tuple[str, ...] = cache_flag(
-        "Response cache, as local,size=BYTES",
+        "Response cache, as local,size=BYTES or redis,host=HOST",
         "Give it where the same inputs come again: models with response_cache { enable: true } "
-        "then answer them from memory, as in Triton. Shards divide the bytes. Repeatable.",
+        "then answer them from memory, which shards divide, or from a Redis that servers share. "
+        "Repeatable, for redis with port, username, password_file and timeout_ms.",
         value=(),
         metavar="CACHE,SETTING=VALUE",
     )

@@ -242,6 +242,7 @@ class Catalog(ModelTable):
             held.clear()
         self._models.clear()
         self._latest.clear()
+        await self.caches.close()
         await asyncio.to_thread(self.recorders.close)
 
     async def _replace(

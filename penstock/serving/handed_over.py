@@ -19,7 +19,7 @@ from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.parcels import ParcelQueue, Parcels
 from penstock.serving.request_recorder import RequestRecorder
-from penstock.serving.response_cache import ModelCache
+from penstock.serving.response_cache import AnswerCache
 from penstock.serving.served import ModelProcess
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire import frames
@@ -40,7 +40,7 @@ class HandedOver:
         self.metrics = ModelMetrics.from_config(config)
         self.recorder: RequestRecorder | None = None
         # Set by the owner if answers are kept: those that are found need not go to the core.
-        self.cache: ModelCache | None = None
+        self.cache: AnswerCache | None = None
         self._parcels = parcels
         self._queue: ParcelQueue[frames.FromPartMessage] = ParcelQueue(parcels, send)
         self._calls = itertools.count(1)
@@ -89,6 +89,8 @@ class HandedOver:
 
     async def drain(self) -> None:
         """Wait until everything handed over has been answered."""
+        if self.cache is not None:
+            await self.cache.drain()
         if self._open:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._drained.append(waiter)
@@ -108,8 +110,11 @@ class HandedOver:
     def submit(self, request: Request) -> None:
         if self.recorder is not None:
             self.recorder.see(request)
-        if self.cache is not None and not self._is_closing and self.cache.answers(request):
-            return
+        cache = None if self._is_closing else self.cache
+        if cache is None or not cache.answers(request, self._hand_over):
+            self._hand_over(request)
+
+    def _hand_over(self, request: Request) -> None:
         try:
             if self._is_closing:
                 raise NotReady(f"model '{self.config.name}' is being unloaded")
@@ -130,6 +135,8 @@ class HandedOver:
         self._queue.post(inputs, pack)
 
     def cancel(self, request: Request) -> None:
+        if self.cache is not None and self.cache.cancel(request):
+            return
         call = self._numbers.get(request)
         if call is not None:
             self._queue.tell(frames.TakeBack(call))

@@ -36,7 +36,7 @@ from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
 from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.reservation import Reservation
-from penstock.serving.response_cache import ModelCache
+from penstock.serving.response_cache import AnswerCache
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.worker_place import WorkerPlace
@@ -105,9 +105,9 @@ class Model:
         # Set by the owner if requests are recorded.
         self.recorder: RequestRecorder | None = None
         # Set by the owner if answers are kept.
-        self.cache: ModelCache | None = None
+        self.cache: AnswerCache | None = None
         # What only one part does, as `Served` promises it.
-        self.drain, self.refused = dispatcher.drain, replies.refused
+        self.refused = replies.refused
 
     @property
     def state(self) -> State:
@@ -174,6 +174,12 @@ class Model:
     async def refresh(self) -> None:
         """Do nothing: all figures are here."""
 
+    async def drain(self) -> None:
+        """Wait until everything that came has been answered."""
+        if self.cache is not None:
+            await self.cache.drain()
+        await self._dispatcher.drain()
+
     async def close(self) -> None:
         """Stop the workers; requests still queued get an error. If the workers are the core's, wait
         for their current batches only."""
@@ -219,8 +225,16 @@ class Model:
         """`reserved` is the memory of the inputs; an admitted request adopts it."""
         if self.recorder is not None:
             self.recorder.see(request)
-        if self._is_known(request):
-            return
+        if not self._is_known(request):
+            self._admit(request, reserved)
+
+    def _is_known(self, request: Request) -> bool:
+        """Let the cache answer the request, or look for the answer."""
+        if self.cache is None or self.readiness.state != "READY":
+            return False
+        return self.cache.answers(request, self._admit, self._replies.order)
+
+    def _admit(self, request: Request, reserved: Reservation | None = None) -> None:
         try:
             if self.readiness.state != "READY":
                 raise self.readiness.not_ready()
@@ -238,12 +252,6 @@ class Model:
             if self._cold.is_cold:
                 self._cold.wake()
 
-    def _is_known(self, request: Request) -> bool:
-        """Answer the request if the cache knows the answer."""
-        if self.cache is None or self.readiness.state != "READY":
-            return False
-        return self.cache.answers(request, self._replies.order)
-
     def _place(self, request: Request, reserved: Reservation | None) -> bool:
         try:
             if reserved is None or not self.memory.adopt(request, reserved):
@@ -257,6 +265,8 @@ class Model:
 
     def cancel(self, request: Request) -> None:
         """Cancel a request. Queued, it never runs; once it runs, its answer is dropped."""
+        if self.cache is not None and self.cache.cancel(request):
+            return
         if hasattr(request, "ticket") and not has_ended(request):
             self._withdraw(request, CANCELLED, "CANCELED")
             self._dispatcher.calls.cancelled()

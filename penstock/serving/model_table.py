@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from penstock.config import MetricsConfig
 from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import listed
+from penstock.serving.caches import Caches
 from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
-from penstock.serving.response_cache import Caches
 from penstock.serving.served import Served
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.wire.frames import SplitRule

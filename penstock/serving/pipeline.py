@@ -40,7 +40,7 @@ from penstock.serving.regions import NO_REGIONS, RegionTable
 from penstock.serving.replies import AnswerOrder, is_overload
 from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.request_recorder import RequestRecorder
-from penstock.serving.response_cache import ModelCache
+from penstock.serving.response_cache import AnswerCache
 from penstock.serving.served import ModelProcess
 from penstock.types import Request, Response, Tensor, to_array
 
@@ -224,7 +224,7 @@ class StagePipeline:
         # Set by the owner if requests are recorded; those of stages are not.
         self.recorder: RequestRecorder | None = None
         # Set by the owner if answers are kept, likewise.
-        self.cache: ModelCache | None = None
+        self.cache: AnswerCache | None = None
         # The requests that it has admitted and not answered.
         self._journeys: dict[Request, Journey] = {}
         self._is_closing = False
@@ -244,6 +244,8 @@ class StagePipeline:
 
     async def drain(self) -> None:
         """Wait until everything admitted has been answered: a stage hands on before it is idle."""
+        if self.cache is not None:
+            await self.cache.drain()
         for model in self.models:
             await model.drain()
 
@@ -325,9 +327,11 @@ class StagePipeline:
     def submit(self, request: Request) -> None:
         if self.recorder is not None:
             self.recorder.see(request)
-        is_open = not self._is_closing
-        if self.cache is not None and is_open and self.cache.answers(request, self._order):
-            return
+        cache = None if self._is_closing else self.cache
+        if cache is None or not cache.answers(request, self._go_on, self._order):
+            self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
         try:
             self._admit(request)
         except PenstockError as error:
@@ -346,6 +350,8 @@ class StagePipeline:
 
     def cancel(self, request: Request) -> None:
         """Cancel a request in whatever stage it is; the stage answers at once."""
+        if self.cache is not None and self.cache.cancel(request):
+            return
         journey = self._journeys.get(request)
         if journey is not None and journey.inner is not None:
             self.models[journey.at].cancel(journey.inner)

@@ -10,32 +10,25 @@ to any other answer.
 from __future__ import annotations
 
 import hashlib
-import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
-from penstock.config import CacheConfig, ModelConfig
+from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.serving.answer_store import AnswerStore, StoredAnswer, copy_answer, needed_bytes
-from penstock.serving.context import log_about
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.replies import AnswerOrder
 from penstock.types import ReplySink, Request, Response, Tensor
-
-log = logging.getLogger("penstock.cache")
 
 # Requests with more bytes are computed: hashing them would delay others. 16 MiB take 12 ms on the
 # build machine (2 cores, 2026-11).
 MAX_HASHED_BYTES = 16 << 20
 DIGEST_BYTES = SECRET_BYTES = 32
-NO_CACHE = (
-    "response_cache: every request is computed, as the server has no response cache; start it "
-    "with --cache-config local,size=BYTES"
-)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -80,6 +73,55 @@ def _keep_nothing() -> None:
 SHARED_BYTES = SharedBytes()
 
 
+# Takes a request whose answer was not found.
+GoOn = Callable[[Request], None]
+
+
+class AnswerCache(Protocol):
+    """The cache of one load of one version, wherever its answers are."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def answers(self, request: Request, go_on: GoOn, order: AnswerOrder | None = None) -> bool:
+        """Answer a request, in its turn if there is an `order`, or give it to `go_on` later. False:
+        it has to be computed now. Its answer is kept when it comes."""
+
+    def cancel(self, request: Request) -> bool:
+        """Cancel a request that was neither answered nor given on. False: it is not here."""
+
+    async def drain(self) -> None:
+        """Wait until every request was answered or given on."""
+
+    def keep(self, digest: bytes, response: Response, looked_s: float) -> None:
+        """Keep an answer that was computed; looking for it took `looked_s`."""
+
+
+def is_here(response: Response) -> bool:
+    """Whether an answer is in tensors that can be copied."""
+    return response.arrays is None and all(each.place is None for each in response.outputs)
+
+
+def make_response(cache: AnswerCache, request: Request, stored: StoredAnswer) -> Response:
+    """Return a kept answer as that to a request."""
+    config, outputs = cache.config, stored.tensors_copied()
+    made = Response(config.name, config.version, outputs, stored.parameters)
+    made.keeper = SHARED_BYTES
+    if stored.has_form and request.form is not None:
+        # Templates of codecs are made for requests of one form.
+        made.form = (cache, request.form)
+    return made
+
+
+def reply(request: Request, answer: Response, order: AnswerOrder | None) -> None:
+    """Give a kept answer, in its turn among those that are computed."""
+    if order is None:
+        request.respond(answer)
+    else:
+        request.turn = order.enter()
+        order.respond(request, answer)
+
+
 @dataclass(slots=True, eq=False)
 class ModelCache:
     """The cache of one load of one version. Its secret makes answers of earlier loads unreachable;
@@ -91,18 +133,17 @@ class ModelCache:
     clock: Callable[[], float] = time.monotonic
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES))
 
-    def answers(self, request: Request, order: AnswerOrder | None = None) -> bool:
-        """Answer a request, in its turn if there is an `order`. False: it has to be computed, and
-        its answer is kept when it comes."""
+    def answers(self, request: Request, go_on: GoOn, order: AnswerOrder | None = None) -> bool:
         found = self._find(request)
-        if found is None:
-            return False
-        if order is None:
-            request.respond(found)
-        else:
-            request.turn = order.enter()
-            order.respond(request, found)
-        return True
+        if found is not None:
+            reply(request, found, order)
+        return found is not None
+
+    def cancel(self, request: Request) -> bool:
+        return False
+
+    async def drain(self) -> None:
+        """Do nothing: it answers at once."""
 
     def _find(self, request: Request) -> Response | None:
         """Return the answer to a request, and count it."""
@@ -119,24 +160,13 @@ class ModelCache:
         timings.queued = timings.dispatched = began
         timings.completed = now
         self.metrics.found_in_cache(request, now - began)
-        return self._respond(request, stored)
+        return make_response(self, request, stored)
 
     def keep(self, digest: bytes, response: Response, looked_s: float) -> None:
-        """Keep an answer that was computed; looking for it took `looked_s`."""
         began = self.clock()
-        is_here = response.arrays is None and all(each.place is None for each in response.outputs)
-        if is_here and needed_bytes(response.outputs) <= self.store.max_bytes:
+        if is_here(response) and needed_bytes(response.outputs) <= self.store.max_bytes:
             self.store.put(digest, copy_answer(response))
         self.metrics.missed_cache(looked_s + self.clock() - began)
-
-    def _respond(self, request: Request, stored: StoredAnswer) -> Response:
-        outputs = stored.tensors_copied()
-        made = Response(self.config.name, self.config.version, outputs, stored.parameters)
-        made.keeper = SHARED_BYTES
-        if stored.has_form and request.form is not None:
-            # Templates of codecs are made for requests of one form.
-            made.form = (self, request.form)
-        return made
 
 
 class StoringSink:
@@ -144,7 +174,9 @@ class StoringSink:
 
     __slots__ = ("_cache", "_digest", "_inner", "_looked_s")
 
-    def __init__(self, inner: ReplySink, cache: ModelCache, digest: bytes, looked_s: float) -> None:
+    def __init__(
+        self, inner: ReplySink, cache: AnswerCache, digest: bytes, looked_s: float
+    ) -> None:
         self._inner = inner
         self._cache = cache
         self._digest = digest
@@ -157,27 +189,3 @@ class StoringSink:
         finally:
             # Whatever happens to the copy, the client gets its answer.
             self._inner.respond(request, answer, final)
-
-
-@dataclass(slots=True, eq=False)
-class Caches:
-    """The response cache of one process, which all of its models share. `store` None: the operator
-    wants none."""
-
-    store: AnswerStore | None = None
-
-    def divide(self, config: CacheConfig, num_shards: int) -> None:
-        """Set the cache up in one of so many processes that divide its bytes."""
-        self.store = AnswerStore(config.max_bytes // num_shards) if config.max_bytes else None
-
-    def open(self, config: ModelConfig, metrics: ModelMetrics) -> ModelCache | None:
-        """Return the cache of a version that is being loaded; None if its answers are not kept."""
-        if self.store is None or not config.is_cached:
-            return None
-        metrics.num_caches = 1
-        return ModelCache(config, metrics, self.store)
-
-    def warn(self, config: ModelConfig) -> None:
-        """Say so if a model wants a cache and there is none."""
-        if config.is_cached and self.store is None:
-            log_about(log, logging.WARNING, config, ": %s", NO_CACHE)

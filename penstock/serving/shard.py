@@ -271,6 +271,7 @@ class Shard:
         self._ticker.cancel()
         await asyncio.gather(*(self._retire(number) for number in list(self._models)))
         self.regions.close_all()
+        await self.table.caches.close()
         await asyncio.to_thread(self.table.recorders.close)
 
     def _open(self, opening: frames.OpenModel) -> None:

@@ -12,11 +12,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.processes.child import StartLife
-from penstock.repository import holds
+from penstock.repository import fingerprint, holds
 from penstock.serving.context import log_about
 from penstock.serving.model import Model
 from penstock.serving.model_host import ModelHost
@@ -69,6 +70,9 @@ class VersionLoader:
     async def _start(self, config: ModelConfig, num_running: int | None) -> Served:
         began = time.monotonic()
         count = config.num_instances
+        taken = await self._table.caches.read(config)
+        if taken is not None:
+            config = replace(config, fingerprint=taken.text)
         model = self._create(config)
         host = network_of(model)
         if host is not None and config.is_scaled:
@@ -87,6 +91,8 @@ class VersionLoader:
             async with limit:
                 await finish(self._hold(model))
                 await model.start()
+                if taken is not None:
+                    await asyncio.to_thread(fingerprint.check, config, taken)
         except BaseException:
             await self.end(model)
             if limit.expired():
@@ -118,7 +124,6 @@ class VersionLoader:
 
     def _create(self, config: ModelConfig) -> Served:
         self._table.recorders.check(config)
-        self._table.caches.warn(config)
         model = self._make(config)
         if self._shards is None:
             model.recorder = self._table.recorders.open(config, model.metrics)

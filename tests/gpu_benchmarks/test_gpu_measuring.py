@@ -125,6 +125,7 @@ def test_a_row_is_measured_once(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 def test_rows_of_several_networks_run_in_one_call(tmp_path) -> None:
     command = [sys.executable, str(SCRIPTS / "run.py"), "--device", "cpu", "--jobs", "2"]
     command += ["--model", "efficientnet-b0", "--model", "detector", "--again"]

@@ -9,14 +9,13 @@ from doubles import FakeClock, Puppets, RecordingSink
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config import BatchPolicy, CacheConfig, ModelConfig
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, NotReady
 from penstock.serving.answer_store import AnswerStore
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model import Model
 from penstock.serving.response_cache import (
     MAX_HASHED_BYTES,
-    Caches,
     ModelCache,
     digest_of,
 )
@@ -58,6 +57,11 @@ def cache(config: ModelConfig = CONFIG, max_bytes: int = 1 << 20) -> ModelCache:
 
 def answer(value: int = 1) -> Response:
     return Response("echo", "3", [from_array("y", "INT64", np.full((1, 4), value))])
+
+
+def answers(model: ModelCache, request: Request) -> bool:
+    """Whether the cache answers; then nothing goes on to the model."""
+    return model.answers(request, lambda _: pytest.fail("it goes on"))
 
 
 # Which requests are the same.
@@ -144,7 +148,7 @@ def test_some_requests_are_computed_each_time(make):
     for _ in range(2):
         request = make()
         sink = request.sink
-        assert not model.answers(request)
+        assert not answers(model, request)
         assert request.sink is sink
         request.respond(answer())
     assert len(model.store) == 0
@@ -158,16 +162,16 @@ def test_a_request_is_answered_as_the_same_one_was_before():
     model = cache()
     first = a_request(x(1))
     sink = first.sink
-    assert not model.answers(first)
+    assert not answers(model, first)
     first.respond(answer(7))
     assert sink.outputs[0]["y"].tolist() == [[7] * 4]
     again = a_request(x(1))
-    assert model.answers(again)
+    assert answers(model, again)
     [found] = again.sink.answers
     assert (found.model_name, found.model_version) == ("echo", "3")
     assert again.sink.outputs[0]["y"].tolist() == [[7] * 4]
     assert again.is_done and again.sink.num_final == 1
-    assert not model.answers(a_request(x(2)))
+    assert not answers(model, a_request(x(2)))
 
 
 def test_errors_are_not_kept():
@@ -175,7 +179,7 @@ def test_errors_are_not_kept():
     for error in (BackendFailed("it broke"), InvalidRequest("it does not fit")):
         request = a_request(x(1))
         sink = request.sink
-        assert not model.answers(request)
+        assert not answers(model, request)
         request.respond(error)
         assert sink.error is error
     assert len(model.store) == model.metrics.num_cache_misses == 0
@@ -184,7 +188,7 @@ def test_errors_are_not_kept():
 def test_answers_that_are_not_final_or_elsewhere_are_not_kept():
     model = cache()
     several, arrays = a_request(x(1)), a_request(x(2))
-    assert not model.answers(several) and not model.answers(arrays)
+    assert not answers(model, several) and not answers(model, arrays)
     several.respond(answer(), final=False)
     arrays.respond(Response("echo", "3", (), arrays={"y": np.zeros(1)}))
     assert len(model.store) == 0
@@ -194,7 +198,7 @@ def test_an_answer_that_is_larger_than_the_cache_passes():
     model = cache(max_bytes=1024)
     request = a_request(x(1))
     sink = request.sink
-    assert not model.answers(request)
+    assert not answers(model, request)
     request.respond(Response("echo", "3", [from_array("y", "INT64", np.zeros((300, 4), int))]))
     assert sink.num_final == 1
     assert (len(model.store), model.metrics.num_cache_misses) == (0, 1)
@@ -204,21 +208,21 @@ def test_another_load_of_the_same_version_finds_nothing():
     store = AnswerStore(1 << 20)
     first, second = (ModelCache(CONFIG, ModelMetrics.from_config(CONFIG), store) for _ in range(2))
     request = a_request(x(1))
-    assert not first.answers(request)
+    assert not answers(first, request)
     request.respond(answer())
-    assert first.answers(a_request(x(1)))
-    assert not second.answers(a_request(x(1)))
+    assert answers(first, a_request(x(1)))
+    assert not answers(second, a_request(x(1)))
 
 
 def test_what_a_client_does_to_its_answer_changes_no_other():
     model = cache()
     request = a_request(x(1))
-    model.answers(request)
+    answers(model, request)
     request.respond(answer(7))
     first, second = a_request(x(1)), a_request(x(1))
-    model.answers(first)
+    answers(model, first)
     first.sink.answers[0].outputs[0].data = b""
-    model.answers(second)
+    answers(model, second)
     assert second.sink.outputs[0]["y"].tolist() == [[7] * 4]
     # Its bytes may be sent later.
     assert first.sink.answers[0].keeper.keep(first)() is None
@@ -228,10 +232,10 @@ def test_hits_and_misses_are_counted_with_their_times():
     model = cache()
     clock = model.clock
     request = a_request(x(1))
-    model.answers(request)
+    answers(model, request)
     clock.advance(5)
     request.respond(answer())
-    model.answers(again := a_request(x(1)))
+    answers(model, again := a_request(x(1)))
     metrics = model.metrics
     assert (metrics.num_cache_misses, metrics.num_cache_hits, metrics.num_success) == (1, 1, 1)
     assert again.timings.phases()["total"] == clock.now - 990.0
@@ -244,30 +248,6 @@ def test_hits_and_misses_are_counted_with_their_times():
     assert found["compute_infer"]["count"] == 0
 
 
-# The caches of a process.
-
-
-def test_shards_divide_the_bytes():
-    caches = Caches()
-    caches.divide(CacheConfig(1 << 20), 4)
-    assert caches.store.max_bytes == 1 << 18
-    metrics = ModelMetrics.from_config(CONFIG)
-    assert caches.open(CONFIG, metrics).store is caches.store
-    assert metrics.num_caches == 1
-
-
-def test_only_models_that_want_it_have_a_cache(caplog: pytest.LogCaptureFixture):
-    caches = Caches()
-    metrics = ModelMetrics.from_config(CONFIG)
-    caches.divide(CacheConfig(), 1)
-    assert caches.open(CONFIG, metrics) is None
-    caches.warn(CONFIG)
-    assert "echo/3: response_cache: every request is computed" in caplog.text
-    caches.divide(CacheConfig(1 << 20), 1)
-    assert caches.open(replace(CONFIG, is_cached=False), metrics) is None
-    assert metrics.num_caches == 0
-
-
 # In a model.
 
 
@@ -278,8 +258,7 @@ def run(config, scenario) -> None:
         starting = asyncio.ensure_future(model.start())
         await puppets.step_all()
         await starting
-        caches = Caches(AnswerStore(1 << 20))
-        model.cache = caches.open(config, model.metrics)
+        model.cache = ModelCache(config, model.metrics, AnswerStore(1 << 20))
         await scenario(model, puppets)
         closing = asyncio.ensure_future(model.close())
         while not closing.done():
