@@ -41,7 +41,7 @@ from penstock.config import (
 )
 from penstock.types import Parameter, RequestedOutput
 
-VERSION = 5
+VERSION = 4
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.

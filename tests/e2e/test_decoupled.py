@@ -1,8 +1,12 @@
 """Decoupled models behind a real server, over gRPC streams: 0 to n responses to a request."""
 
+import http.client
+import json
 import os
 import queue
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -306,6 +310,87 @@ def test_statistics_count_requests_once_and_responses_by_their_number(served):
         wait_until(lambda: counts(read())[0] == before[0] + 2)
         gained = [new - old for new, old in zip(counts(read()), before, strict=True)]
     assert gained == [2, 1, 1, 2, 1, 1, 1]
+
+
+def post(served: Served, path: str, body: object) -> tuple[int, str, bytes]:
+    """Status, content type and body."""
+    url = f"http://{served.address}/v2/models/{path}"
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["Content-Type"], error.read()
+
+
+def events(body: bytes) -> list[dict[str, object]]:
+    parts = body.split(b"\n\n")
+    assert parts.pop() == b""
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts]
+
+
+SSE = "text/event-stream; charset=utf-8"
+NAMED = {"model_name": "stream", "model_version": "1"}
+
+
+def test_generate_gives_exactly_one_response(served):
+    status, kind, body = post(served, "stream/generate", {"IN": 5, "id": "a"})
+    assert (status, kind) == (200, "application/json")
+    assert json.loads(body) == {"id": "a", **NAMED, "index": 0, "OUT": 5, "IDX": 0}
+    said = {"parameters": {"IN": [6], "marks_last": True, "size": 2}}
+    assert json.loads(post(served, "stream/versions/1/generate", said)[2])["OUT"] == [6, 6]
+    for values in ([], [1, 2, 3]):
+        status, _, body = post(served, "stream/generate", {"IN": values})
+        assert status == 500
+        expected = "generate expects model to produce exactly 1 response"
+        assert expected in json.loads(body)["error"]
+
+
+def test_generate_stream_gives_an_event_for_each_response(served):
+    status, kind, body = post(served, "stream/generate_stream", {"IN": [7, 8]})
+    assert (status, kind) == (200, SSE)
+    assert events(body) == [
+        {**NAMED, "index": n, "OUT": out, "IDX": n} for n, out in ((0, 7), (1, 8))
+    ]
+    assert post(served, "stream/generate_stream", {"IN": []}) == (200, SSE, b"")
+    status, kind, body = post(served, "stream/generate_stream", {"IN": [7], "fail": True})
+    assert (status, kind) == (200, SSE)
+    assert [each.get("error", "") for each in events(body)] == ["", "failed on purpose"]
+    status, kind, body = post(served, "stream/generate_stream", {"IN": [], "fail": True})
+    assert (status, kind, events(body)) == (500, SSE, [{"error": "failed on purpose"}])
+
+
+def test_generate_works_for_models_with_one_answer(served):
+    expected = {"model_name": "plain", "model_version": "1", "y": 5}
+    assert json.loads(post(served, "plain/generate", {"x": 4})[2]) == expected
+    assert events(post(served, "plain/generate_stream", {"x": [4]})[2]) == [expected]
+    rows = post(served, "plain/generate", {"x": [[1], [2], [3]]})[2]
+    assert json.loads(rows)["y"] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("path", ["stream/generate", "stream/generate_stream", "plain/generate"])
+def test_wrong_requests_to_generate_are_refused(served, path):
+    for body, text in (
+        ({}, "expected 1 inputs but got 0"),
+        ({"x": "a", "IN": "a"}, "non-signed-integer"),
+    ):
+        status, kind, answer = post(served, path, body)
+        assert (status, kind) == (400, "application/json")
+        assert text in json.loads(answer)["error"]
+
+
+def test_a_client_that_leaves_generate_stream_cancels_its_request(served, tmp_path):
+    mark = tmp_path / "cancelled"
+    host, _, port = served.address.partition(":")
+    client = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
+    body = json.dumps({"IN": [1], "until_cancelled": str(mark)})
+    client.request("POST", "/v2/models/stream/generate_stream", body)
+    answer = client.getresponse()
+    assert json.loads(answer.readline().removeprefix(b"data: "))["OUT"] == 1
+    assert not mark.exists()
+    answer.close()
+    client.close()
+    wait_until(mark.exists)
 
 
 def test_models_call_decoupled_models(served):
