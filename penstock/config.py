@@ -240,6 +240,53 @@ class BatchOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceControl:
+    """An input that the server makes to tell the model about the sequence of a request (Triton's
+    ControlInput)."""
+
+    input: str
+    kind: Literal["START", "READY", "END", "CORRID"]
+    datatype: str
+    # What it says if it does not apply and if it does; not for CORRID.
+    false_true: tuple[float, float] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """A tensor that the model gives for one request of a sequence and gets with the next one.
+    `shape` excludes the batch dimension; variable dimensions begin with 1."""
+
+    input: str
+    output: str
+    datatype: str
+    shape: tuple[int, ...]
+    # The first request of a sequence gets zeros, or the bytes of this file in `folder`.
+    initial_shape: tuple[int, ...] = ()
+    file: str = ""
+    name: str = ""
+    # Accepted, without a difference that a model can see.
+    has_same_buffer: bool = False
+    folder: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePolicy:
+    """Triton's sequence_batching. With `is_direct`, a sequence holds one row of the batches of one
+    instance; otherwise (oldest) it is one of an instance's candidates, in any row."""
+
+    is_direct: bool = True
+    # Without requests for this long, a sequence ends; raise it for clients that think for longer.
+    max_idle_s: float = 1.0
+    # Sequences of one instance at a time, for oldest. Raise it if sequences wait while instances
+    # are idle.
+    max_candidates: int = 0
+    # Share of the rows of a batch that is worth waiting for, for direct.
+    min_utilization: float = 0.0
+    controls: tuple[SequenceControl, ...] = ()
+    states: tuple[SequenceState, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RecordPolicy:
     """How requests and answers of a model are recorded, if the server has a folder for them."""
 
@@ -353,6 +400,8 @@ class ModelConfig:
     # Inputs and outputs of the model that depend on which requests share a batch.
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
+    # None: requests do not depend on each other.
+    sequences: SequencePolicy | None = None
     # Additional labels of the model's metrics.
     metric_tags: Mapping[str, str] = field(default_factory=dict)
     # Upper bounds of the histogram of the time to the first answer, in milliseconds; empty:
@@ -450,7 +499,33 @@ class ModelConfig:
     def has_one_owner(self) -> bool:
         """Whether the core queues the requests of all shards: they share state, or their responses
         take as long as they like, while workers run other batches."""
-        return self.is_decoupled
+        return self.is_decoupled or self.sequences is not None
+
+    @property
+    def num_sequence_slots(self) -> int:
+        """Sequences that one worker takes at a time; 0 without sequences."""
+        if self.sequences is None:
+            return 0
+        return max(
+            1, self.max_batch_size if self.sequences.is_direct else self.sequences.max_candidates
+        )
+
+    @property
+    def in_sequences(self) -> ModelConfig:
+        """The configuration of the model itself, with the tensors that clients do not see."""
+        policy = self.sequences
+        if policy is None:
+            return self
+        made = [TensorSpec(c.input, c.datatype, (1,)) for c in policy.controls]
+        given = [TensorSpec(s.input, s.datatype, s.shape) for s in policy.states]
+        known = {spec.name for spec in self.outputs}
+        kept = [
+            TensorSpec(s.output, s.datatype, s.shape)
+            for s in policy.states
+            if s.output not in known
+        ]
+        inputs, outputs = (*self.inputs, *made, *given), (*self.outputs, *kept)
+        return replace(self, inputs=inputs, outputs=outputs, sequences=None)
 
     @property
     def has_head(self) -> bool:

@@ -12,6 +12,7 @@ from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.protocols.line import Outbox, ParcelLine
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
+from penstock.serving.owned_model import HandingProcess
 from penstock.serving.shard import Shard
 from penstock.serving.shards import ShardGone, Shards
 from penstock.serving.slab import Segment
@@ -59,7 +60,9 @@ class Session:
         self.outboxes = of_shard, of_core = Outbox(requests), Outbox(answers)
         self.parcels = ParcelLine(of_core, Releases(of_shard), requests)
         parcels = ParcelLine(of_shard, Releases(of_core), answers)
-        self.shard = Shard(self._tell, shards.blocks.page, number, parcels=parcels)
+        self.shard = Shard(
+            self._tell, shards.blocks.page, number, parcels=parcels, take_handing=HandingProcess
+        )
 
     def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None:
         if not self.is_open or self.is_silent:

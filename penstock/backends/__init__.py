@@ -268,6 +268,11 @@ def backend(name: str) -> LoadRunner:
         raise ConfigError(problem) from error
 
     def load_model(config: ModelConfig) -> Runner:
+        if config.sequences is not None:
+            stateful: Runner = importlib.import_module(f"{__name__}.stateful").load(
+                config, load_model
+            )
+            return stateful
         if not config.has_views:
             return load(config)
         runner: Runner = importlib.import_module(f"{__name__}.views").load(config, load)

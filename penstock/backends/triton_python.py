@@ -22,10 +22,12 @@ from penstock.backends import triton_python_backend_utils as pb_utils
 from penstock.backends.finished import Unanswered, finish
 from penstock.backends.python_code import Code, end_model
 from penstock.backends.python_signature import TRITON
+from penstock.backends.stateful import END, ID, START
 from penstock.backends.triton_responses import OneResponse, fail_open, read_response
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, describe_error
 from penstock.repository import pbtxt
+from penstock.types import Parameter
 from penstock.wire.frames import RequestPart
 
 log = logging.getLogger("penstock.python")
@@ -105,14 +107,19 @@ class TritonRunner(Runner):
                 own = dict(batch.all_pieces[index])
             else:
                 own = {name: a[row:end] if is_batched else a for name, a in batch.inputs.items()}
+            given = part.parameters
+            flags = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START * bool(given.get(START))
+            flags |= pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END * bool(given.get(END))
             tensors = [pb_utils.Tensor(name, a, self._datatypes[name]) for name, a in own.items()]
             request = pb_utils.InferenceRequest(
                 request_id=part.id,
+                correlation_id=_correlation_id(given),
                 inputs=tensors,
                 requested_output_names=part.outputs or self._output_names,
                 model_name=self._config.name,
                 model_version=int(self._config.version),
-                parameters=part.parameters,
+                flags=flags,
+                parameters={key: given[key] for key in given if key not in (ID, START, END)},
             )
             request.answer_by(responders[index])
             requests.append(request)
@@ -184,6 +191,11 @@ def make_arguments(config: ModelConfig) -> dict[str, str]:
         "model_version": config.version,
         "model_name": config.name,
     }
+
+
+def _correlation_id(parameters: Mapping[str, Parameter]) -> int | str:
+    id = parameters.get(ID, 0)
+    return id if isinstance(id, int | str) else 0
 
 
 def describe_built(form: str) -> Mapping[str, str]:

@@ -85,7 +85,7 @@ class ExampleRequest:
 
     @property
     def is_answer_binary(self) -> bool:
-        return "parameters" in self.body
+        return "binary_data_output" in self.body.get("parameters", {})
 
     def curl(self, url: str, options: Sequence[str]) -> str:
         parts = ["curl", *options, f"{url}/{self.path}"]
@@ -200,8 +200,15 @@ def _infer(config: ModelConfig, is_latest: bool) -> ExampleRequest:
             num_zeros += size
         inputs.append(tensor)
     body: JsonObject = {"inputs": inputs}
+    parameters: JsonObject = {}
+    if config.sequences is not None:
+        types = [each.datatype for each in config.sequences.controls if each.kind == "CORRID"]
+        id = "example" if types == ["BYTES"] else 1
+        parameters |= {"sequence_id": id, "sequence_start": True, "sequence_end": True}
     if any(spec.datatype in HALVES for spec in config.outputs):
-        body["parameters"] = {"binary_data_output": True}
+        parameters["binary_data_output"] = True
+    if parameters:
+        body["parameters"] = parameters
     is_text = len(needed) == 1 and needed[0].is_text
     form: Form = "image" if is_image(config) else "text" if is_text else "tensors"
     version = "" if is_latest else f"/versions/{config.version}"

@@ -34,6 +34,8 @@ def check_alike(stable: ModelConfig, candidate: ModelConfig) -> None:
         problems.append("only one of them has a batch dimension")
     if (stable.backend == LLM) != (candidate.backend == LLM):
         problems.append("only one of them is a language model")
+    if stable.sequences is not None or candidate.sequences is not None:
+        problems.append("the requests of a sequence would go to both")
     if problems:
         raise InvalidRequest(
             f"{name}: versions {stable.version} and {candidate.version} cannot share requests: "

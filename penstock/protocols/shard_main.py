@@ -47,6 +47,7 @@ from penstock.serving.core_link import EngineCore, EnginePart
 from penstock.serving.leases import IDLE_S
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.model_table import ModelTable
+from penstock.serving.owned_model import HandingProcess
 from penstock.serving.recording_files import RingPlace
 from penstock.serving.served import Served
 from penstock.serving.shard import Shard
@@ -214,7 +215,7 @@ def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
         model = LanguageModel(config, quotas=shard.table.quotas, shard=place)
         return model, model.part
 
-    shard = Shard(core.send, core.page, settings.shard, make_text, core.parcels)
+    shard = Shard(core.send, core.page, settings.shard, make_text, core.parcels, HandingProcess)
     shard.table.metrics_config = settings.metrics
     shard.table.caches.divide(settings.cache, settings.num_shards)
     recorders = shard.table.recorders

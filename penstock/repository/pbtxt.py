@@ -48,6 +48,7 @@ from penstock.repository import (
     pbtxt_decoupled,
     pbtxt_fields,
     pbtxt_metrics,
+    pbtxt_sequences,
     pbtxt_views,
     pbtxt_warmup,
     pretrained,
@@ -200,7 +201,9 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     describe_tensors(message.input, config.inputs)
     describe_tensors(message.output, config.outputs)
     _describe_instances(message.instance_group, config)
-    _describe_batching(message, config.batching)
+    pbtxt_sequences.describe(message, config)
+    if config.sequences is None:
+        _describe_batching(message, config.batching)
     pbtxt_views.describe_batch(message, config)
     pbtxt_decoupled.describe(message, config)
     message.metric_tags.update(config.metric_tags)
@@ -426,6 +429,7 @@ class _Resolver:
                 message.batch_output, inputs, outputs, self._problem
             ),
             is_decoupled=self._is_decoupled(backend, artifact),
+            sequences=pbtxt_sequences.read(message, self._folder.resolve().parent, self._problem),
             slo=reader.slo(),
             record=reader.record((*inputs, *outputs)),
         )
@@ -444,8 +448,8 @@ class _Resolver:
             self._problem(f"parameters.{found[0]}", found[1])
         self._check_tags()
         buckets = pbtxt_metrics.read(message.model_metrics, self._problem)
-        self._problems += [f"{path}: {why}" for path, why in pbtxt_views.conflicts(config)]
-        self._problems += [f"{path}: {why}" for path, why in pbtxt_decoupled.conflicts(config)]
+        is_cached = message.response_cache.enable and backend != LLM
+        self._check_fit(config, is_cached=is_cached)
         warmups, skipped = pbtxt_warmup.read(
             message.model_warmup, inputs, max_batch, self._folder.resolve().parent
         )
@@ -456,7 +460,7 @@ class _Resolver:
             config,
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
-            is_cached=message.response_cache.enable and backend != LLM,
+            is_cached=is_cached,
             warmups=() if backend == LLM else warmups,
             written=to_text(message),
             notes=tuple(self._notes),
@@ -476,6 +480,13 @@ class _Resolver:
         scores = (len(labels),)
         outputs = [replace(s, labels=labels) if s.shape == scores else s for s in config.outputs]
         return replace(config, outputs=tuple(outputs))
+
+    def _check_fit(self, config: ModelConfig, *, is_cached: bool) -> None:
+        """Refuse fields that do not fit each other."""
+        misfits = pbtxt_views.conflicts(config)
+        misfits += pbtxt_sequences.conflicts(config, is_cached=is_cached)
+        misfits += pbtxt_decoupled.conflicts(config, is_cached=is_cached)
+        self._problems += [f"{path}: {why}" for path, why in misfits]
 
     def _check_tags(self) -> None:
         for tag in self._message.metric_tags:
@@ -597,8 +608,12 @@ class _Resolver:
         self._notes += signature.notes
         self._says_decoupled = signature.is_decoupled
         skip = 1 if max_batch else 0
+        # Control inputs and states are not clients'.
+        hidden = pbtxt_sequences.tensor_names(self._message)
         read = [
-            tuple(replace(spec, shape=spec.shape[skip:]) for spec in specs)
+            tuple(
+                replace(spec, shape=spec.shape[skip:]) for spec in specs if spec.name not in hidden
+            )
             for specs in (signature.inputs, signature.outputs)
         ]
         return inputs or read[0], outputs or read[1], max_batch
@@ -717,6 +732,8 @@ class _Resolver:
 
     def _batching(self, max_batch: int) -> BatchPolicy:
         message = self._message
+        if message.HasField(pbtxt_sequences.PATH):
+            return pbtxt_sequences.read_batching(message, max_batch, self._problem)
         if not message.HasField("dynamic_batching"):
             # A model without a written configuration is batched.
             is_worked_out = not message.input and not message.output and max_batch > 0
@@ -796,6 +813,8 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
     elif policy.slo_latency_s is not None:
         reasons = dict.fromkeys(NOT_IN_SLO_MODE, f"parameters.{SLO} decides")
     found += [(path, why) for path, why in reasons.items() if _is_set(message, path)]
+    if policy.max_wait_s is not None and config.sequences is not None:
+        found.append((f"parameters.{MAX_WAIT}", "requests wait for their sequence"))
     if policy.max_wait_s is not None and is_text:
         found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
     elif policy.max_wait_s is not None and policy.slo_latency_s is not None:

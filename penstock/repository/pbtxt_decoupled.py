@@ -35,7 +35,7 @@ def describe(message: Proto, config: ModelConfig) -> None:
         message.model_transaction_policy.decoupled = True
 
 
-def conflicts(config: ModelConfig) -> Iterator[tuple[str, str]]:
+def conflicts(config: ModelConfig, *, is_cached: bool) -> Iterator[tuple[str, str]]:
     """Yield the paths that do not go with a decoupled model, and why."""
     if not config.is_decoupled or config.backend == LLM:
         return
@@ -45,7 +45,9 @@ def conflicts(config: ModelConfig) -> Iterator[tuple[str, str]]:
         yield PATH, "not supported with functions around the model, or with padding"
     if config.has_views:
         yield PATH, "not supported with reshape, ragged inputs, batch_input or batch_output"
-    if config.is_cached:
+    if config.sequences is not None:
+        yield PATH, "not supported with sequence_batching"
+    if is_cached:
         yield "response_cache", "a decoupled model has any number of responses"
 
 

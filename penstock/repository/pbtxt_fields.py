@@ -27,6 +27,20 @@ _READ = {
     "batch_input.": "kind target_name data_type source_input",
     "batch_output.": "kind target_name source_input",
     "dynamic_batching.": _BATCHING,
+    "sequence_batching.": "max_sequence_idle_microseconds",
+    "sequence_batching.direct.": "max_queue_delay_microseconds minimum_slot_utilization",
+    "sequence_batching.oldest.": (
+        "max_candidate_sequences preferred_batch_size max_queue_delay_microseconds "
+        "preserve_ordering"
+    ),
+    "sequence_batching.control_input.": "name",
+    "sequence_batching.control_input.control.": (
+        "kind int32_false_true fp32_false_true bool_false_true data_type"
+    ),
+    "sequence_batching.state.": (
+        "input_name output_name data_type dims use_same_buffer_for_input_output use_growable_memory"
+    ),
+    "sequence_batching.state.initial_state.": "data_type dims zero_data data_file name",
     "dynamic_batching.default_queue_policy.": _QUEUE,
     "dynamic_batching.priority_queue_policy.": _QUEUE,
     "instance_group.": "kind count gpus",
@@ -48,7 +62,10 @@ GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
 # Refused if set: they change what a model does, and are not supported.
-_REFUSED = "sequence_batching ensemble_scheduling model_operations model_repository_agents"
+_REFUSED = (
+    "ensemble_scheduling model_operations sequence_batching.iterative_sequence "
+    "model_repository_agents"
+)
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {

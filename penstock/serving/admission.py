@@ -11,6 +11,7 @@ import math
 import os
 
 from penstock.errors import PenstockError
+from penstock.serving.called_models import check_chain
 from penstock.serving.context import ModelContext
 from penstock.serving.plan import Fit, Ticket
 from penstock.serving.quarantine import PoisonGuard
@@ -63,6 +64,7 @@ class Admission:
         replies: Replies,
     ) -> None:
         self._policy = context.config.batching
+        self._label = f"{context.config.name}/{context.config.version}"
         self._outputs, self._has_rows = context.config.outputs, context.config.max_batch_size > 0
         self._regions = context.regions
         self._planner = context.planner
@@ -83,6 +85,8 @@ class Admission:
 
     def admit(self, request: Request) -> None:
         """Queue the request, or raise why it is refused."""
+        if request.chain:
+            check_chain(request.chain, self._label)
         loan = self._regions.lend(request) if request.uses_regions else None
         fit = self._known_fits.get(request.form) or self._planner.fit(request)
         request.ticket = Ticket(fit)

@@ -145,7 +145,6 @@ class CallLink:
             request = self._make_request(frame, tensors, batch)
             assert self._calls.callees is not None
             model, split = self._calls.callees.choose(frame.model_name, frame.model_version, {})
-            check_chain(request.chain, f"{model.config.name}/{model.config.version}")
         except PenstockError as error:
             self._send_error(frame.call, error)
             return
@@ -229,8 +228,9 @@ class CallSink:
 
 
 def check_chain(chain: Sequence[str], callee: str) -> None:
-    """Raise Unsupported if a model waits for the call that it would get: all its instances may be
-    busy with such callers, and then none of them ever ends. Pure."""
+    """Raise Unsupported if a model waits for a request that it would get itself, perhaps through
+    others and ensembles: all its instances may be busy with such callers, and then none ever ends.
+    Pure."""
     if callee in chain:
         cycle = " -> ".join((*chain[list(chain).index(callee) :], callee))
         raise Unsupported(

@@ -26,6 +26,7 @@ from penstock.serving.recalls import Recalls
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
 from penstock.serving.request_queue import RequestQueue
+from penstock.serving.sequences import sequence_id
 from penstock.serving.wants import Wants
 from penstock.serving.worker_link import WorkerLink
 from penstock.serving.worker_place import WorkerPlace
@@ -100,6 +101,8 @@ class Dispatcher:
     def tick(self) -> None:
         """Do periodic work."""
         self._guard.table.expire(self._clock())
+        if self._queue.sequences is not None:
+            self.pump()
         # Queued requests may have expired although no instance became free.
         self.pump_if_waiting()
         self.publish()
@@ -112,6 +115,7 @@ class Dispatcher:
 
     async def drain(self) -> None:
         """Wait until everything admitted has been answered."""
+        self._queue.begin_drain()
         if self._queue.num_waiting or self.num_running:
             waiter = self._loop.create_future()
             self._idle_waiters.append(waiter)
@@ -166,17 +170,22 @@ class Dispatcher:
     def _fill_workers(self, now: float) -> bool:
         """Send batches until no worker takes another, or until the queue has none that may run
         now. Return whether it was the queue."""
+        has_idle = False
         for num_others in range(self._most_slots):
             # Workers with no batch come first, then those with one, and so on.
             workers = self.workers if self._wants is None else self._wants.in_order(self.workers)
             for worker in workers:
                 while len(worker.batches) <= num_others and self._takes_batch(worker):
-                    requests = self._queue.next(now)
-                    if requests is None:
+                    requests = self._queue.next(now, instance=worker.index)
+                    if requests is None and self._queue.sequences is None:
                         return True
+                    if requests is None:
+                        # Another instance may have sequences whose requests can run.
+                        has_idle = True
+                        break
                     if not self._dispatch(worker, requests, now):
                         break
-        return False
+        return has_idle
 
     def _takes_batch(self, worker: WorkerPlace) -> bool:
         """Whether the worker may take another batch. A rerun is alone, to attribute a crash."""
@@ -302,6 +311,7 @@ class Dispatcher:
 
     def _abandon(self, batch: RunningBatch, error: PenstockError, reason: str = "OTHER") -> None:
         """End the requests of a batch with an error."""
+        self._queue.finished(batch.requests, self._clock())
         self._memory.release_batch(batch)
         for request in batch.requests:
             self._replies.fail(request, error, reason)
@@ -312,6 +322,7 @@ class Dispatcher:
         frame = frames.decode_worker_to_shard(data)
         if isinstance(frame, frames.Leaving):
             worker.is_leaving = True
+            self._queue.lose_instance(worker.index, "its worker is being replaced")
             self._let_go(worker)
             return False
         if isinstance(frame, frames.Claim):
@@ -365,6 +376,7 @@ class Dispatcher:
                 worker.batches.remove(batch)
                 now = worker.answered_at = self._clock()
                 self._saturation.note(False, now)
+                self._queue.finished(batch.requests, now)
                 if isinstance(frame, frames.Done):
                     self._deliver(worker, batch, frame, now)
                 elif isinstance(frame, frames.Recalled):
@@ -423,10 +435,12 @@ class Dispatcher:
         self._replies.count(batch, answered, now, num_rows if frame.is_first else 0)
 
     def _fail(self, batch: RunningBatch, frame: frames.BatchFailed, now: float) -> None:
-        """Handle an exception of the model. To find the culprit, each request runs again alone."""
+        """Handle an exception of the model. To find the culprit, each request runs again alone;
+        not in sequences, whose states may have changed."""
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the model failed")
-        if len(batch.requests) > 1 or frame.is_merged:
+        has_company = len(batch.requests) > 1 or frame.is_merged
+        if has_company and self._queue.sequences is None:
             self._rerun(batch)
         else:
             self._abandon(batch, BackendFailed(frame.error), "BACKEND")
@@ -457,11 +471,13 @@ class Dispatcher:
         link = WorkerLink(self._loop, sock, received, spill, is_shared, calls)
         place.open(worker.life, link)
         link.map_slabs(self._memory.slabs)
+        self._queue.open_instance(worker.index)
 
     def died(self, died: frames.Died) -> None:
         """Keep the batches of a dead worker, and tell the core about them. If it is one request, it
         may be to blame."""
         place = self.workers[died.index]
+        self._queue.lose_instance(died.index, f"its worker {died.reason}")
         batches, place.batches, place.returned = [*place.batches, *place.returned], [], []
         self._saturation.note(not any(each.is_idle for each in self.workers), self._clock())
         self._lost[died.life] = died, batches
@@ -505,6 +521,9 @@ class Dispatcher:
     def _lose(self, batch: RunningBatch, reason: str, now: float) -> None:
         self._queue.batcher.ended(batch.started)
         self._replies.note_batch(batch, now, batch.waits(), 0.0, "the worker died")
+        if self._queue.sequences is not None:
+            self._lose_steps(batch, reason)
+            return
         ran_alone = len(batch.requests) == 1 and not batch.is_merged
         if ran_alone and batch.requests[0].num_deaths > 0:
             worker = f"the worker of model '{self._name}'"
@@ -514,3 +533,10 @@ class Dispatcher:
         for request in batch.requests:
             request.num_deaths += 1
         self._rerun(batch)
+
+    def _lose_steps(self, batch: RunningBatch, reason: str) -> None:
+        """End requests of sequences whose state died with their worker."""
+        self._memory.release_batch(batch)
+        for request in batch.requests:
+            text = f"sequence {sequence_id(request)} lost: its worker {reason}"
+            self._replies.fail(request, BackendFailed(text), "BACKEND")

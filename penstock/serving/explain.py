@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from penstock.config import CPU, BatchPolicy, ModelConfig
 from penstock.serving.batches import BatchRecord, Shapes
 from penstock.serving.plan import Geometry
+from penstock.serving.sequence_batcher import SequenceBatcher
 from penstock.serving.slo_batcher import SloBatcher
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ AT_ONCE_S = 1e-6
 # An event loop with this share of a core has no headroom.
 BUSY = 0.9
 
-Mode = Literal["fixed", "slo", "unbatched", "continuous"]
+Mode = Literal["fixed", "slo", "unbatched", "continuous", "sequences"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,8 @@ def explain(model: Model, now: float) -> Explanation:
         share = 100 * metrics.padding_bytes / metrics.padded_bytes
         text = f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"
         notes.append(text)
+    if isinstance(model.batcher, SequenceBatcher):
+        notes.append(model.batcher.describe())
     devices = [device for device, _ in config.places]
     instances = [
         InstanceState(w.index, w.state, 0, devices[w.index], 0, w.num_slots) for w in model.workers
@@ -201,6 +204,10 @@ def explain(model: Model, now: float) -> Explanation:
 
 def mode_of(config: ModelConfig, policy: BatchPolicy) -> tuple[Mode, str]:
     """Return the batching mode and its reason. `policy` is the batcher's."""
+    if config.sequences is not None:
+        strategy = "direct" if config.sequences.is_direct else "oldest"
+        slots = f"{config.num_sequence_slots} slots in each instance"
+        return "sequences", f"sequence_batching, {strategy}: {slots}"
     if config.max_batch_size == 0:
         return "unbatched", "max_batch_size is 0: the model has no batch dimension"
     if config.batching.is_dynamic and not policy.is_dynamic:
@@ -233,7 +240,8 @@ def describe_policy(config: ModelConfig, policy: BatchPolicy) -> dict[str, str]:
         "priority_levels": str(policy.num_priorities) if policy.num_priorities else "",
         "queue time-out": timeout if queue.default_timeout_s else "",
         "max_queue_size": str(queue.max_queue_size or policy.max_pending),
-        "max_wait": _max_wait(policy),
+        "max_wait": "" if config.sequences is not None else _max_wait(policy),
+        "max_sequence_idle": "" if config.sequences is None else _ms(config.sequences.max_idle_s),
     }
     return {name: text for name, text in told.items() if text}
 

@@ -28,13 +28,15 @@ from penstock.wire.statuses import STATUSES
 # Errors that the core may answer with.
 KINDS = {kind.__name__: kind for kind in STATUSES}
 IN_CORE = "in core"
+# What this end says.
+Handing = frames.HandOver | frames.TakeBack
 
 
 class HandedOver:
     """Invariant: a request is in `_open` until its final answer; what comes later is dropped."""
 
     def __init__(
-        self, config: ModelConfig, parcels: Parcels, send: Callable[[frames.FromPartMessage], None]
+        self, config: ModelConfig, parcels: Parcels, send: Callable[[Handing], None]
     ) -> None:
         self.config = config
         self.metrics = ModelMetrics.from_config(config)
@@ -42,7 +44,7 @@ class HandedOver:
         # Set by the owner if answers are kept: those that are found need not go to the core.
         self.cache: AnswerCache | None = None
         self._parcels = parcels
-        self._queue: ParcelQueue[frames.FromPartMessage] = ParcelQueue(parcels, send)
+        self._queue: ParcelQueue[Handing] = ParcelQueue(parcels, send)
         self._calls = itertools.count(1)
         self._open: dict[int, Request] = {}
         self._numbers: dict[Request, int] = {}
@@ -99,13 +101,17 @@ class HandedOver:
     async def close(self) -> None:
         self._is_closing = True
         error = NotReady(f"model '{self.config.name}' is being unloaded")
+        self.fail_all(error)
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
+
+    def fail_all(self, error: PenstockError) -> None:
+        """End all that is open; nothing is sent any more."""
         for call in list(self._open):
             self._queue.tell(frames.TakeBack(call))
             self._end(call, error)
         self._queue.close()
-        if self.recorder is not None:
-            self.recorder.close()
-            self.recorder = None
 
     def submit(self, request: Request) -> None:
         if self.recorder is not None:

@@ -43,6 +43,8 @@ _ACTIONS = "live ready server_metadata metadata model_ready config statistics ex
 ACTIONS = (*_ACTIONS.split(), "unload")
 EXTENSIONS = (
     "classification",
+    "sequence",
+    "sequence(string_id)",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

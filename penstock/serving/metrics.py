@@ -151,6 +151,8 @@ class ModelMetrics:
         self.num_cache_hits = self.num_cache_misses = 0
         self.cache_hit_s = self.cache_miss_s = 0.0
         self.num_caches = 0
+        # Sequences that have ended, by how; empty for models without sequences.
+        self.num_sequences_ended: dict[str, int] = {}
         # Further latencies, if the operator wants them; or what the shards have counted of them.
         self.latencies: LatencyMetrics | None = None
         self.counted_latencies: LatencyRecord | None = None

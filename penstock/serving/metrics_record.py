@@ -35,6 +35,7 @@ class MetricsRecord:
     num_unrecorded: dict[str, int] = field(default_factory=dict)
     latencies: LatencyRecord | None = None
     gauges: ModelGauges = NO_GAUGES
+    num_sequences_ended: dict[str, int] = field(default_factory=dict)
 
 
 def record_histogram(histogram: Histogram) -> HistogramRecord:
@@ -58,6 +59,7 @@ def record(metrics: ModelMetrics) -> MetricsRecord:
         dict(metrics.num_unrecorded),
         metrics.latency_record(),
         metrics.read_gauges(),
+        dict(metrics.num_sequences_ended),
     )
 
 
@@ -77,6 +79,7 @@ def add(metrics: ModelMetrics, counted: MetricsRecord) -> None:
         (metrics.num_refused, counted.num_refused),
         (metrics.num_slow, counted.num_slow),
         (metrics.num_unrecorded, counted.num_unrecorded),
+        (metrics.num_sequences_ended, counted.num_sequences_ended),
     ):
         for reason, count in added.items():
             counts[reason] = counts.get(reason, 0) + count

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, NotReady, PenstockError
@@ -37,6 +38,7 @@ from penstock.serving.request_queue import RequestQueue
 from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.reservation import Reservation
 from penstock.serving.response_cache import AnswerCache
+from penstock.serving.sequences import read_gauges
 from penstock.serving.served import ModelProcess
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.worker_place import WorkerPlace
@@ -89,6 +91,8 @@ class Model:
         self.history = replies.history
         guard = PoisonGuard(context)
         self._queue = queue = RequestQueue(context, replies, guard, shard.elsewhere)
+        if queue.sequences is not None:
+            metrics.read_gauges = partial(read_gauges, metrics.read_gauges, queue.sequences.table)
         self._admission = Admission(context, memory, queue, guard, replies)
         # The workers, unless the core is in another process.
         self.host: ModelHost | None = None

@@ -7,8 +7,9 @@ a shard had open is cancelled when its process ends. Belongs to the core's event
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.config import ModelConfig
@@ -18,13 +19,13 @@ from penstock.serving.explain import Explanation
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.metrics_record import add, record
 from penstock.serving.model import Model
-from penstock.serving.parcels import ParcelQueue
+from penstock.serving.parcels import ParcelQueue, Parcels
 from penstock.serving.pipeline import StagePipeline
 from penstock.serving.served import ModelProcess
 from penstock.serving.shard import ModelReading
 from penstock.serving.shards import PartHost, ShardedVersion, Shards, ShardSession
 from penstock.serving.traffic_split import MirrorRequest
-from penstock.types import Request, Response, Tensor
+from penstock.types import Request, Response, Servable, Tensor
 from penstock.wire import frames
 
 # Characters of an error, which may quote the request.
@@ -37,10 +38,13 @@ class RequestOwner:
     def __init__(self, number: int, model: Model | StagePipeline) -> None:
         self.number = number
         self._model = model
-        self._shards: dict[int, HandingShard] = {}
+        self._shards: dict[int, HandingProcess] = {}
 
     def join(self, shard: int, session: ShardSession) -> None:
-        self._shards[shard] = HandingShard(self.number, self._model, session)
+        def tell(answer: frames.HandBack) -> None:
+            session.send(frames.ToPart(self.number, answer))
+
+        self._shards[shard] = HandingProcess(self._model, session.parcels, tell)
 
     def leave(self, shard: int) -> None:
         if (handing := self._shards.pop(shard, None)) is not None:
@@ -57,17 +61,15 @@ class RequestOwner:
                 handing.cancel(call)
 
 
-class HandingShard:
-    """What one shard has handed over for one model."""
+class HandingProcess:
+    """What one shard, or to a shard the core, has handed over for one model."""
 
-    def __init__(self, part: int, model: Model | StagePipeline, session: ShardSession) -> None:
+    def __init__(
+        self, model: Servable, parcels: Parcels, tell: Callable[[frames.HandBack], None]
+    ) -> None:
         self._model = model
-        self._parcels = session.parcels
-
-        def tell(answer: frames.HandBack) -> None:
-            session.send(frames.ToPart(part, answer))
-
-        self._queue = ParcelQueue(session.parcels, tell)
+        self._parcels = parcels
+        self._queue = ParcelQueue(parcels, tell)
         self._open: dict[int, Request] = {}
         self._is_closed = False
 
@@ -127,7 +129,7 @@ class HandingShard:
 class HandedSink:
     """Receives the answers to a request of a shard."""
 
-    _shard: HandingShard
+    _shard: HandingProcess
     _call: int
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
@@ -182,8 +184,8 @@ class OwnedModel(ShardedVersion):
         await self._shards.open_model(self)
 
     async def drain(self) -> None:
-        await super().drain()
-        await self.model.drain()
+        # Together: what shards wait for may need sequences to end here.
+        await asyncio.gather(super().drain(), self.model.drain())
 
     async def close(self) -> None:
         """End it here, so that all requests are answered, and then in the shards."""

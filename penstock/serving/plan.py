@@ -17,6 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.serving.lanes import Lane
 from penstock.serving.padding import Pads, Shapes
 from penstock.serving.regions import Loan
+from penstock.serving.sequences import LiveSequence
 from penstock.serving.slab import Layout, Slab
 from penstock.types import (
     DATATYPES,
@@ -86,12 +87,14 @@ class Fit:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """How an admitted request runs, and what it holds. The batcher sets `queue`: its lane, or the
-    reruns; None: not queued. Its place in shared memory is `slab` and `row`; None: no rows. Extents
-    of its own, if it was received into them, begin at `offsets`."""
+    """How an admitted request runs, and what it holds. The batcher sets `queue`: its lane, its
+    sequence, or the reruns; None: not queued. Its place in shared memory is `slab` and `row`; None:
+    no rows. Extents of its own, if it was received into them, begin at `offsets`."""
 
     fit: Fit
-    queue: Lane | deque[Request] | None = None
+    queue: Lane | LiveSequence | deque[Request] | None = None
+    # What its sequence holds in the worker; negative: it belongs to none.
+    slot: int = -1
     slab: Slab | None = None
     row: int = 0
     offsets: tuple[int, ...] = ()

@@ -370,12 +370,15 @@ class RequestMemory:
                 tuple(output.name for output in request.outputs),
                 dict(request.parameters or {}),
                 request.ticket.fit.plan.length,
-                *(self._spans(request) if request.uses_regions else ()),
+                *(self._spans(request) if request.uses_regions else ((), ())),
+                request.ticket.slot,
             )
             for index, request in enumerate(batch.requests)
         )
 
-    def _spans(self, request: Request) -> tuple[tuple[frames.RegionSpan, ...], ...]:
+    def _spans(
+        self, request: Request
+    ) -> tuple[tuple[frames.RegionSpan, ...], tuple[frames.RegionSpan, ...]]:
         """Return what the worker reads from clients' memory, and what it writes there."""
         loan = request.ticket.loan
         assert loan is not None, "it is admitted"

@@ -15,6 +15,7 @@ from penstock.serving.context import ModelContext
 from penstock.serving.elsewhere import NOTHING_ELSEWHERE, Elsewhere
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.replies import Replies
+from penstock.serving.sequence_batcher import SequenceBatcher
 from penstock.serving.shares import BatchShare
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.types import Request
@@ -25,7 +26,8 @@ DROPPED = Overloaded(LATE, reason="dropped_late")
 
 
 class RequestQueue:
-    """Owns the batcher (`slo` is the same one, if the model has an SLO) and the suspects."""
+    """Owns the batcher and the suspects. The batcher is also `slo`, if the model has an SLO, or
+    `sequences`, if its requests belong to sequences: then no request ever runs again."""
 
     def __init__(
         self,
@@ -41,9 +43,13 @@ class RequestQueue:
         # The other shards that serve the model.
         self._elsewhere = elsewhere
         self.slo: SloBatcher | None = None
-        if config.batching.slo_latency_s is not None:
+        self.sequences: SequenceBatcher | None = None
+        if config.sequences is not None:
+            self.sequences = SequenceBatcher(config, context.metrics.num_sequences_ended)
+        if self.sequences is None and config.batching.slo_latency_s is not None:
             self.slo = SloBatcher(config.batching, config.num_instances, elsewhere)
-        self.batcher: Batcher | SloBatcher = self.slo or Batcher(config.batching, elsewhere)
+        chosen = self.slo or self.sequences
+        self.batcher: Batcher | SloBatcher = chosen or Batcher(config.batching, elsewhere)
         self.suspects: deque[Request] = deque()
         # When a suspect was last tried, or when the first one was added.
         self.tried_suspect_at = 0.0
@@ -70,9 +76,34 @@ class RequestQueue:
         overdue, self.batcher.overdue = self.batcher.overdue, []
         return overdue
 
-    def next(self, now: float, share: BatchShare | None = None) -> list[Request] | None:
+    def open_instance(self, instance: int) -> None:
+        """Note that the worker of an instance is ready."""
+        if self.sequences is not None:
+            self.sequences.open(instance)
+
+    def lose_instance(self, instance: int, reason: str) -> None:
+        """End the sequences of an instance whose worker is gone, or gets no more batches."""
+        if self.sequences is not None:
+            self.sequences.lose(instance, reason)
+            self._refuse_broken()
+
+    def finished(self, requests: list[Request], now: float) -> None:
+        """Note that requests have run, or never will: their sequences go on."""
+        if self.sequences is not None:
+            self.sequences.finished(requests, now)
+
+    def begin_drain(self) -> None:
+        """End idle sequences at once: no more requests come."""
+        if self.sequences is not None:
+            self.sequences.table.end_idle(self._clock())
+
+    def next(
+        self, now: float, share: BatchShare | None = None, instance: int = 0
+    ) -> list[Request] | None:
         """Return the batch to run now on a free instance, or this shard's share of one that a
         worker has claimed; None: not yet."""
+        if self.sequences is not None:
+            return self.sequences.next_of(instance, now)
         while True:
             batch = self.batcher.next(now, share)
             if batch is None or self.batcher.closed_by != "rerun":
@@ -114,7 +145,9 @@ class RequestQueue:
         if request in self.suspects:
             self.suspects.remove(request)
             return True
-        return self.batcher.remove(request)
+        is_removed = self.batcher.remove(request)
+        self._refuse_broken()
+        return is_removed
 
     def refuse_all(self, error: PenstockError) -> None:
         """End all queued requests with an error."""
@@ -125,19 +158,19 @@ class RequestQueue:
 
     def refuse_older(self, than: float, error: PenstockError) -> None:
         """End the requests with an error that were queued before this time."""
-        waiting = [request for lane in self.batcher.waiting() for request in lane.walk()]
-        for request in (*waiting, *self.suspects):
+        for request in self._waiting():
             if request.timings.queued < than:
                 self.remove(request)
                 self._replies.refuse(request, error, "gave_up")
 
     def refuse_quarantined(self) -> None:
         """Refuse quarantined requests that are already queued."""
-        waiting = [request for lane in self.batcher.waiting() for request in lane.walk()]
-        for request in (*waiting, *self.suspects):
+        for request in self._waiting():
             self.refuse_if_quarantined(request)
 
     def refuse_if_quarantined(self, request: Request) -> bool:
+        if request.is_done:
+            return True
         try:
             self._guard.check(request)
         except Quarantined as error:
@@ -145,3 +178,14 @@ class RequestQueue:
             self._replies.refuse(request, error)
             return True
         return False
+
+    def _waiting(self) -> list[Request]:
+        if self.sequences is not None:
+            return list(self.sequences.requests())
+        queued = (request for lane in self.batcher.waiting() for request in lane.walk())
+        return [*queued, *self.suspects]
+
+    def _refuse_broken(self) -> None:
+        """End the requests whose sequence cannot go on."""
+        for request, error in self.sequences.take_broken() if self.sequences is not None else ():
+            self._replies.refuse(request, error, "gave_up")

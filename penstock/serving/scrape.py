@@ -274,6 +274,7 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
     text = "1: the instance runs on the CPU, as the engine for GPUs cannot read its model"
     yield ScrapeLines.of("penstock_gpu_fallback", text, "gauge", fallen)
     yield from _recordings(items)
+    yield from _sequences(items)
     yield from _drift(items)
     # A family that several models share is written once.
     shared: dict[str, ScrapeLines] = {}
@@ -282,6 +283,21 @@ def _optional(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
             known = shared.setdefault(family.name, replace(family, lines=()))
             shared[family.name] = replace(known, lines=[*known.lines, *family.lines])
     yield from shared.values()
+
+
+def _sequences(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
+    models = [(labels, item.metrics) for labels, item in items if item.metrics.num_sequences_ended]
+    held = [(labels, metrics.gauges.num_sequences) for labels, metrics in models]
+    yield ScrapeLines.of("penstock_sequences", "Sequences that hold a slot", "gauge", held)
+    waiting = [(labels, metrics.gauges.num_waiting_sequences) for labels, metrics in models]
+    text = "Sequences that wait for a slot"
+    yield ScrapeLines.of("penstock_waiting_sequences", text, "gauge", waiting)
+    ended = [
+        ({**labels, "reason": reason}, count)
+        for labels, metrics in models
+        for reason, count in metrics.num_sequences_ended.items()
+    ]
+    yield ScrapeLines.of("penstock_ended_sequences", "Sequences that ended", "counter", ended)
 
 
 def _recordings(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:

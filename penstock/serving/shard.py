@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import msgspec
 
@@ -34,6 +35,7 @@ from penstock.serving.served import Served
 from penstock.serving.shared_page import PageElsewhere, SharedPage, num_slots, slots_of_workers
 from penstock.serving.split_counts import SplitCounts
 from penstock.serving.traffic_split import renew_split
+from penstock.types import Servable
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.shard")
@@ -113,6 +115,20 @@ class RemoteEngineCore:
 MakeText = Callable[[ModelConfig, EngineCore], tuple[Served, EnginePart]]
 
 
+class CoreHanding(Protocol):
+    """The core's requests for one model (`owned_model.HandingProcess`)."""
+
+    def submit(self, message: frames.HandOver) -> None: ...
+
+    def cancel(self, call: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# Creates what takes them; it answers by the function.
+TakeHanding = Callable[[Servable, Parcels, Callable[[frames.HandBack], None]], CoreHanding]
+
+
 class ShardTable(ModelTable):
     """The published models: a copy of the core's table. Of the quotas, only shares of queues are
     checked here: requests per second are leased."""
@@ -151,7 +167,8 @@ class ShardTable(ModelTable):
 class Shard:
     """`table` is what requests find. `published` is set when the core has published it first. On
     the `page`, the cells of this `number` are its own. `make_text` creates language models;
-    `parcels` is the memory for tensors to and from the core."""
+    `parcels` is the memory for tensors to and from the core, whose own requests `take_handing`
+    takes."""
 
     def __init__(
         self,
@@ -160,8 +177,10 @@ class Shard:
         number: int,
         make_text: MakeText | None = None,
         parcels: Parcels | None = None,
+        take_handing: TakeHanding | None = None,
     ) -> None:
         self._send = send
+        self._take_handing = take_handing
         self._make_text = make_text
         self._parcels = parcels
         self._page = page
@@ -176,6 +195,8 @@ class Shard:
         self._engine_parts: dict[int, EnginePart] = {}
         # Models whose requests go to the core.
         self._handed: dict[int, HandedOver] = {}
+        # Requests of the core, by the number of their model.
+        self._of_core: dict[int, CoreHanding] = {}
         self._epoch = -1
         self._ticker = self._loop.call_later(TICK_S, self._tick)
 
@@ -185,6 +206,11 @@ class Shard:
             self._hear_engine(self._engine_parts[frame.part], frame.message, sock)
         elif isinstance(frame.message, frames.HandBack):
             self._hear_answer(frame.part, frame.message)
+        elif isinstance(frame.message, frames.HandOver):
+            self._submit_for_core(frame.part, frame.message)
+        elif isinstance(frame.message, frames.TakeBack):
+            if frame.part in self._of_core:
+                self._of_core[frame.part].cancel(frame.message.call)
         elif frame.part not in self._parts:
             if sock is not None:
                 sock.close()
@@ -199,6 +225,22 @@ class Shard:
             self._handed[part].hear(answer)
         elif self._parcels is not None:
             self._parcels.free(answer.parcel)
+
+    def _submit_for_core(self, number: int, message: frames.HandOver) -> None:
+        """Take a request of the core for a model. One that is closed here meanwhile gets no answer:
+        the core ends its requests itself."""
+        assert self._parcels is not None and self._take_handing is not None
+        if number not in self._models:
+            self._parcels.free(message.parcel)
+            return
+
+        def tell(answer: frames.HandBack) -> None:
+            self._send(frames.FromPart(number, answer))
+
+        if number not in self._of_core:
+            model = self._models[number]
+            self._of_core[number] = self._take_handing(model, self._parcels, tell)
+        self._of_core[number].submit(message)
 
     @staticmethod
     def _hear(part: ModelPart, core: RemoteCore, message: frames.ToPartMessage) -> None:
@@ -343,6 +385,8 @@ class Shard:
         if model is None:
             return
         await model.close()
+        if (handing := self._of_core.pop(number, None)) is not None:
+            handing.close()
         for part in self._numbers.pop(number):
             self._parts.pop(part, None)
             self._engine_parts.pop(part, None)

@@ -23,6 +23,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotReady, PenstockError
 from penstock.processes.child import StartLife
 from penstock.serving.batches import NUM_RECENT
+from penstock.serving.core_requests import CoreRequests
 from penstock.serving.drift import InputDrift
 from penstock.serving.explain import Explanation, SeenShape, mode_of
 from penstock.serving.metrics import ModelMetrics
@@ -161,6 +162,8 @@ class ShardedVersion:
         self.config = config
         self.number = next(shards.numbers)
         self.num_waiting = 0
+        # Those of the core's own models, whose code calls this one.
+        self.of_core = CoreRequests(config, self.number)
         self._shards = shards
         # What shards that have ended had counted.
         self._retired: list[ModelReading] = []
@@ -209,11 +212,11 @@ class ShardedVersion:
         return total
 
     def submit(self, request: Request) -> None:
-        """Refuse: the shards take requests."""
-        request.respond(NotReady(f"model '{self.config.name}' takes requests in the shards"))
+        """Take a request of the core itself, for one of the shards."""
+        self.of_core.submit(request)
 
     def cancel(self, request: Request) -> None:
-        """Do nothing: there are no requests here."""
+        self.of_core.cancel(request)
 
     def refused(self, error: PenstockError, received: float) -> None:
         """Do nothing: shards count."""
@@ -444,6 +447,7 @@ class Shards:
         await self._ask(session, model.opening, model.open_s)
         if self._sessions.get(shard) is session:
             model.join(shard, session)
+            model.of_core.join(shard, session.parcels, session.send)
 
     def move_clients(self, shard: int, count: int) -> None:
         """Ask `count` clients of a shard to connect again."""
@@ -456,6 +460,7 @@ class Shards:
         self.on_lost()
         if self._sessions.pop(shard, None) is not None:
             for model in self._models.values():
+                model.of_core.leave(shard)
                 model.leave(shard)
 
     def receive(self, shard: int, frame: frames.FromPart) -> None:
@@ -464,7 +469,7 @@ class Shards:
 
     async def open_model(self, model: ShardedVersion) -> None:
         self._models[model.number] = model
-        for part in model.parts:
+        for part in (*model.parts, model.of_core):
             self._parts[part.number] = part
         sessions = list(self._sessions.items())
         await asyncio.gather(*(self._open(shard, each, model) for shard, each in sessions))
@@ -472,7 +477,8 @@ class Shards:
     async def retire_model(self, model: ShardedVersion) -> None:
         if self._models.pop(model.number, None) is not None:
             await self.ask_all(frames.RetireModel(model.number), limit_s=2 * ANSWER_S)
-        for part in model.parts:
+        model.of_core.close()
+        for part in (*model.parts, model.of_core):
             self._parts.pop(part.number, None)
 
     async def publish(self) -> None:

@@ -95,6 +95,8 @@ class RequestPart(Frame, tag="p"):
     # and outputs that it writes there.
     reads: tuple[RegionSpan, ...] = ()
     writes: tuple[RegionSpan, ...] = ()
+    # What its sequence holds in the worker; negative: it belongs to none.
+    slot: int = -1
 
 
 class Proof(Frame, tag="prf"):
@@ -672,8 +674,9 @@ class Left(Frame, tag="left"):
 
 
 class HandOver(Frame, tag="hov"):
-    """A request for a model whose requests are all the core's; the pieces of `parcel` are its
-    inputs. `call` numbers the requests of this shard for this model."""
+    """A request for a model whose requests are all the core's, or of the core for a model whose
+    requests are the shards'; the pieces of `parcel` are its inputs. `call` numbers the requests of
+    the sender for this model."""
 
     call: int
     received: float
@@ -767,6 +770,8 @@ ToPartMessage = (
     | SetEngine
     | EngineEnded
     | HandBack
+    | HandOver
+    | TakeBack
 )
 FromPartMessage = (
     Lost
@@ -780,6 +785,7 @@ FromPartMessage = (
     | EngineHung
     | HandOver
     | TakeBack
+    | HandBack
 )
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from penstock.config import ModelConfig
-from penstock.errors import InvalidRequest, Unsupported
+from penstock.errors import InvalidRequest
 from penstock.types import (
     DATATYPES,
     REGION,
@@ -41,6 +41,8 @@ MAX_SHAPE = 1 << 62
 MAX_RANK = 32
 # Per output. Classes are formatted while all other requests wait; clients show only a few.
 MAX_CLASSES = 1000
+# Characters, as in Triton.
+MAX_SEQUENCE_ID = 128
 RESERVED = "triton_"
 MIN_INT, MAX_INT = -(1 << 63), (1 << 64) - 1
 
@@ -345,6 +347,22 @@ def _is_count(value: Parameter) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _check_sequence(parameters: dict[str, Parameter]) -> None:
+    """Check the parameters of a request in a sequence. They stay: the model's queue reads them, and
+    Python models see them."""
+    id = parameters.get("sequence_id", 0)
+    if isinstance(id, str):
+        if len(id) > MAX_SEQUENCE_ID:
+            text = f"of {len(id)} characters; at most {MAX_SEQUENCE_ID}"
+            raise InvalidRequest(f"parameter 'sequence_id': a string {text}")
+    elif not _is_count(id) or id >= 1 << 64:
+        expected = "must be an unsigned 64-bit integer or a string"
+        raise InvalidRequest(f"parameter 'sequence_id' {expected}, got {id!r:.40}")
+    for name in ("sequence_start", "sequence_end"):
+        if not isinstance(value := parameters.get(name, False), bool):
+            raise InvalidRequest(f"parameter '{name}' must be true or false, got {value!r:.40}")
+
+
 def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
     """Move the parameters that Penstock understands into the request. Names that begin with triton_
     are reserved, as in Triton."""
@@ -355,9 +373,7 @@ def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None
     is_binary = parameters.pop("binary_data_output", False)
     if not isinstance(is_binary, bool):
         raise InvalidRequest("parameter 'binary_data_output' must be true or false")
-    for name in ("sequence_id", "sequence_start", "sequence_end"):
-        if parameters.get(name):
-            raise Unsupported(f"parameter '{name}': sequences are not supported")
+    _check_sequence(parameters)
     priority = parameters.pop("priority", 0)
     if not _is_count(priority):
         raise InvalidRequest(f"parameter 'priority' must be an integer from 0, got {priority!r}")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config import BatchPolicy, ModelConfig
+from penstock.config import BatchPolicy, ModelConfig, SequencePolicy
 from penstock.errors import InvalidRequest
 from penstock.operate.rollout_promise import RolloutPromise
 from penstock.operate.rollout_records import (
@@ -47,6 +47,7 @@ def test_versions_that_differ_only_inside_can_share_requests() -> None:
             replace(TWO, outputs=(TensorSpec("y", "FP16", (10,)),)),
             r"output y is FP32 \[10\] and FP16 \[10\]",
         ),
+        (replace(TWO, sequences=SequencePolicy()), "requests of a sequence would go to both"),
         (replace(TWO, max_batch_size=0), "only one of them has a batch dimension"),
         (replace(TWO, backend="llm"), "only one of them is a language model"),
     ],

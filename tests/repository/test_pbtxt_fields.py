@@ -36,6 +36,10 @@ BATCH_INPUT = (
 BATCH_OUTPUT = (
     "batch_output { kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: 'y' source_input: 'x' }"
 )
+SEQUENCES = "sequence_batching { %s }"
+CONTROL = SEQUENCES % 'control_input { name: "c" control { kind: CONTROL_SEQUENCE_%s } }'
+STATE = SEQUENCES % 'state { input_name: "i" output_name: "o" data_type: TYPE_INT32 dims: -1 %s }'
+INITIAL = STATE % "initial_state { data_type: TYPE_INT32 dims: %s }"
 # For each field that is read: what it is set beside, and a value that changes something.
 READ = {
     "name": ("", 'name: "other"'),
@@ -110,6 +114,49 @@ READ = {
     "model_warmup.inputs.input_data_file": ("", WARMUP % ('input_data_file: "raw"', "")),
     "model_warmup.count": ("", WARMUP % ("zero_data: true", "count: 3")),
 }
+for name, base, value in (
+    ("direct.max_queue_delay_microseconds", "", "direct { max_queue_delay_microseconds: 7 }"),
+    ("direct.minimum_slot_utilization", "", "direct { minimum_slot_utilization: 0.5 }"),
+    ("max_sequence_idle_microseconds", "", "max_sequence_idle_microseconds: 7"),
+    ("oldest.max_candidate_sequences", "", "oldest { max_candidate_sequences: 7 }"),
+    *(
+        (f"oldest.{field}", "oldest { max_candidate_sequences: 7 }", text)
+        for field, text in (
+            ("preferred_batch_size", "oldest { preferred_batch_size: 2 }"),
+            ("max_queue_delay_microseconds", "oldest { max_queue_delay_microseconds: 7 }"),
+            ("preserve_ordering", "oldest { preserve_ordering: true }"),
+        )
+    ),
+):
+    READ[f"sequence_batching.{name}"] = SEQUENCES % base, SEQUENCES % value
+for name, base, value in (
+    ("name", "", ""),
+    ("control.kind", "START int32_false_true: [0, 1]", "END int32_false_true: [0, 1]"),
+    ("control.int32_false_true", "START", "START int32_false_true: [0, 1]"),
+    ("control.fp32_false_true", "START", "START fp32_false_true: [0, 1]"),
+    ("control.bool_false_true", "START", "START bool_false_true: [false, true]"),
+    ("control.data_type", "CORRID data_type: TYPE_INT32", "CORRID data_type: TYPE_INT64"),
+):
+    tried = CONTROL % (value or "START int32_false_true: [0, 1]")
+    READ[f"sequence_batching.control_input.{name}"] = base and CONTROL % base, tried
+for name, base, value in (
+    ("input_name", SEQUENCES % "", STATE % ""),
+    ("output_name", SEQUENCES % "", STATE % ""),
+    ("data_type", STATE % "", (STATE % "").replace("INT32", "INT64")),
+    ("dims", STATE % "", STATE % "dims: 2"),
+    (
+        "use_same_buffer_for_input_output",
+        STATE % "",
+        STATE % "use_same_buffer_for_input_output: true",
+    ),
+    ("use_growable_memory", STATE % "", STATE % "use_growable_memory: true"),
+    ("initial_state.data_type", "", (INITIAL % "1 zero_data: true").replace("INT32", "INT64", 1)),
+    ("initial_state.dims", INITIAL % "1 zero_data: true", INITIAL % "2 zero_data: true"),
+    ("initial_state.zero_data", INITIAL % "1", INITIAL % "1 zero_data: true"),
+    ("initial_state.data_file", INITIAL % "1", INITIAL % "1 data_file: 'first'"),
+    ("initial_state.name", INITIAL % "1 zero_data: true", INITIAL % "1 zero_data: true name: 'n'"),
+):
+    READ[f"sequence_batching.state.{name}"] = base, value
 for kind, head in (
     ("default_queue_policy", "default_queue_policy { %s }"),
     ("priority_queue_policy", "priority_queue_policy { key: 1 value { %s } }"),

@@ -411,7 +411,7 @@ def test_a_bad_slo_in_the_evidence_is_a_problem_with_its_path(tmp_path: Path) ->
 
 
 def test_problems_of_configuration_and_evidence_are_told_together(tmp_path: Path) -> None:
-    folder = add_model(tmp_path, "model", NULL + "sequence_batching { }")
+    folder = add_model(tmp_path, "model", NULL + "sequence_batching { iterative_sequence: true }")
     add_manifest(folder, "1", evidence={"slo": 20})
     paths = [problem.partition(": ")[0] for problem in read(folder).problems["model"]]
     assert paths == ["sequence_batching", "1/manifest.json"]
@@ -490,7 +490,7 @@ def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Pa
     output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
     output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
     instance_group { kind: KIND_CPU count: -1 gpus: 0 }
-    sequence_batching { }
+    sequence_batching { iterative_sequence: true }
     parameters { key: "penstock.hang_s" value { string_value: "soon" } }
     """
     paths = {problem.split(": ")[0] for problem in problems(tmp_path, text)}
@@ -527,7 +527,7 @@ def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        "sequence_batching { }",
+        "sequence_batching { iterative_sequence: true }",
         "ensemble_scheduling { }",
         'model_operations { op_library_filename: "x.so" }',
     ],

@@ -2207,3 +2207,20 @@ def test_time_that_a_worker_waits_for_other_models_is_no_hang():
         assert not first.is_alive
 
     run(FIXED, scenario, clock)
+
+
+def test_a_model_refuses_requests_that_itself_waits_for():
+    async def scenario(model, puppets):
+        mine = ask(FIXED, canary(1, (1, 4)))
+        mine.chain = ("other/1", f"{FIXED.name}/{FIXED.version}", "last/2")
+        model.submit(mine)
+        cycle = f"{FIXED.name}/{FIXED.version} -> last/2 -> {FIXED.name}/{FIXED.version}"
+        assert cycle in str(mine.sink.error) and mine.sink.num_final == 1
+        good = ask(FIXED, canary(2, (1, 4)))
+        good.chain = ("other/1", f"{FIXED.name}/99")
+        model.submit(good)
+        await puppets.step_all()
+        assert good.sink.error is None
+        assert model.metrics.num_refused["unsupported"] == 1
+
+    run(FIXED, scenario)

@@ -766,12 +766,27 @@ def test_parameters_that_are_not_reserved_pass(name: str) -> None:
     assert decode(body).request.parameters == {name: 1}
 
 
+@pytest.mark.parametrize("id", [5, 2**64 - 1, "a", "a" * 128, 0, ""])
+def test_parameters_of_sequences_stay_for_the_queue(id: int | str) -> None:
+    given = {"sequence_id": id, "sequence_start": True, "sequence_end": False}
+    assert decode_json(given_data([1]), parameters=given).request.parameters == given
+
+
 @pytest.mark.parametrize(
-    "parameters", [{"sequence_id": 5}, {"sequence_id": "a"}, {"sequence_start": True}]
+    ("name", "value"),
+    [
+        ("sequence_id", -1),
+        ("sequence_id", 2**64),
+        ("sequence_id", 1.5),
+        ("sequence_id", True),
+        ("sequence_id", "a" * 129),
+        ("sequence_start", 1),
+        ("sequence_end", "true"),
+    ],
 )
-def test_sequences_are_not_supported(parameters: Any) -> None:
-    with pytest.raises(Unsupported, match="sequence"):
-        decode_json(given_data([1]), parameters=parameters)
+def test_parameters_of_sequences_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        decode_json(given_data([1]), parameters={name: value})
 
 
 def test_the_same_output_twice_is_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
+from penstock.errors import InvalidRequest, PenstockError, TooLarge
 from penstock.types import (
     DATATYPES,
     RegionPlace,
@@ -221,8 +221,9 @@ def test_malformed_requests_are_told_what_is_wrong(wire: Any, words: str) -> Non
         ("binary_data_output", 1, InvalidRequest),
         ("triton_enable_empty_final_response", "true", InvalidRequest),
         ("triton_other", True, InvalidRequest),
-        ("sequence_id", 7, Unsupported),
-        ("sequence_start", True, Unsupported),
+        ("sequence_id", 1.5, InvalidRequest),
+        ("sequence_id", -1, InvalidRequest),
+        ("sequence_start", 1, InvalidRequest),
     ],
 )
 def test_known_parameters_are_checked(name: str, value: Any, kind: type[PenstockError]) -> None:
