@@ -83,7 +83,7 @@ class Stateful(Runner):
                 groups.setdefault(shapes, []).append((row, states))
         # States of different shapes cannot share a batch.
         for group in groups.values():
-            for (row, _), answer in zip(group, self._run(batch, group), strict=True):
+            for row, answer in self._run(batch, group):
                 answers[row.number] = self._keep(row, answer)
         return Finished(PerRequest(answers))
 
@@ -113,8 +113,9 @@ class Stateful(Runner):
 
     def _run(
         self, batch: Batch, group: Sequence[tuple[Row, States]]
-    ) -> Sequence[Outputs | Exception]:
-        """Run requests whose states have the same shapes; return the model's answer to each."""
+    ) -> list[tuple[Row, Outputs | Exception]]:
+        """Run requests whose states have the same shapes; return each with the model's answer, in
+        the order of the model's batch."""
         rows = self._placed([row for row, _ in group])
         states = {row.number: states for row, states in group}
         empty = {name: np.zeros_like(values) for name, values in group[0][1].items()}
@@ -131,15 +132,15 @@ class Stateful(Runner):
         try:
             (answer,) = self.inner.start(Batch(inputs, len(rows), self._parts(rows))).wait()
         except Exception as error:  # Any exception of the model is answered.
-            return [error] * len(group)
+            return [(row, error) for row, _ in group]
         if isinstance(answer, PerRequest):
             if len(answer.answers) != len(rows):
                 text = f"{len(answer.answers)} answers to {len(rows)} requests"
-                return [BackendFailed(f"the model gave {text}")] * len(group)
+                return [(row, BackendFailed(f"the model gave {text}")) for row, _ in group]
             each = answer.answers
         else:
             each = [self._row(answer, index, len(rows)) for index in range(len(rows))]
-        return [found for row, found in zip(rows, each, strict=True) if row.number >= 0]
+        return [pair for pair in zip(rows, each, strict=True) if pair[0].number >= 0]
 
     def _placed(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of the model's batch."""

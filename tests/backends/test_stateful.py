@@ -109,6 +109,9 @@ def test_a_state_that_is_also_an_output_is_shown():
 
 def test_direct_rows_are_slots_and_empty_ones_are_not_ready():
     runner, inner = make()
+    answers = run(runner, [7, 8], [part(3, "e s"), part(1, "s")])
+    assert answers == [{"y": [[7]]}, {"y": [[8]]}], "each request has its own answer"
+    assert run(runner, [9, 1], [part(2, "s"), part(1)]) == [{"y": [[9]]}, {"y": [[9]]}]
     run(runner, [7, 8], [part(3, "e s"), part(1, "s")])
     assert inner.seen("x") == [[0], [8], [0], [7]]
     assert inner.seen("ready") == [[False], [True], [False], [True]]
