@@ -300,6 +300,31 @@ class RecordPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """How requests are traced at start (Triton's `--trace-config`), and where traces go. Only the
+    levels, rate, count and log frequency can be changed later."""
+
+    # triton, opentelemetry or chrome.
+    mode: str = "triton"
+    levels: tuple[str, ...] = ()
+    rate: int = 1000
+    count: int = -1
+    # Of the modes triton and chrome.
+    file: str = ""
+    log_frequency: int = 0
+    # Of opentelemetry: the collector, and what its spans say about the server.
+    url: str = "http://localhost:4318/v1/traces"
+    resource: Mapping[str, str] = field(default_factory=dict)
+    max_queue_size: int = 2048
+    schedule_delay_s: float = 5.0
+    max_batch_size: int = 512
+
+    @property
+    def exports(self) -> bool:
+        return self.mode == "opentelemetry"
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """Families of latencies in a scrape (Triton's `--metrics-config`), and how often the use of the
     machine is read."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.serve_options import ServeOptions
+from penstock.api.trace_options import read_trace_config
 from penstock.config import LLM, ModelConfig, TlsConfig
 from penstock.dashboard.pages import Pages
 from penstock.errors import CommandLineError, ConfigError
@@ -194,6 +195,7 @@ class Server:
     ) -> None:
         """Listen, then load the models; `stop` cancels loading. Call `on_progress` every
         PROGRESS_S meanwhile."""
+        self.management.traces.begin(self._options.tracing)
         if self._options.record:
             self.catalog.recorders.claim(Path(self._options.record).resolve())
         self.catalog.announce(found)
@@ -330,6 +332,7 @@ class Server:
         await self.catalog.close()
         self.management.control.close()
         self.management.regions.close()
+        await asyncio.to_thread(self.management.traces.close)
         if self._shards is not None:
             self._shards.close()
         await self._metrics.close()
@@ -440,6 +443,7 @@ def check(options: ServeOptions) -> None:
     """Raise CommandLineError for flags that contradict each other."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     problems += read_metrics_config(options.metrics_config)[1]
+    problems += read_trace_config(options.trace_config)[1]
     problems += read_cache_config(options.cache_config)[1]
     if problems:
         raise CommandLineError(problems)

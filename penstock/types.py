@@ -21,6 +21,7 @@ from penstock.errors import Cancelled, PenstockError
 if TYPE_CHECKING:
     from penstock.serving.held_rows import HeldRows
     from penstock.serving.plan import Ticket
+    from penstock.wire.trace_records import TracedStep
 
 log = logging.getLogger("penstock")
 
@@ -227,7 +228,7 @@ class Request:
     __slots__ = (
         "caller", "chain", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
         "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "rows", "sink",
-        "takes_arrays", "ticket", "timeout_s", "timings", "turn", "uses_regions",
+        "steps", "takes_arrays", "ticket", "timeout_s", "timings", "turn", "uses_regions",
         "wants_empty_final",
     )  # fmt: skip
     # Set by the model that admits the request.
@@ -278,6 +279,8 @@ class Request:
         self.uses_regions = False
         # Whether the client hears of the end of its responses, if the last was not known as such.
         self.wants_empty_final = False
+        # What models of several stages have done for it; None unless the request is traced.
+        self.steps: list[TracedStep] | None = None
 
     def respond(self, answer: Response | PenstockError, final: bool = True) -> bool:
         """Deliver an answer, unless the request has ended. Return whether it was delivered."""

@@ -21,6 +21,7 @@ from penstock.protocols.infer_grpc import InferRpcs, Take, take_always
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementCall
+from penstock.serving.tracer import Tracer
 from penstock.types import CANCELLED, Request, Response
 
 SECRETS = {scope: f"the secret for {scope}" for scope in ("infer", "admin", "metrics")}
@@ -43,6 +44,7 @@ class Core:
         self.cancelled: list[Request] = []
         self.asked: list[tuple[str, str, Mapping[str, Any]]] = []
         self.splits: dict[str, object] = {}
+        self.tracer = Tracer()
         self.counted: list[str] = []
         self.refused: list[PenstockError] = []
         self.catalog = self

@@ -102,6 +102,7 @@ class EmbeddedServer:
             self._watching.append(asyncio.create_task(watching))
         self._watching.append(asyncio.create_task(self._monitor.run()))
         self._watching.append(asyncio.create_task(self._rollouts.run()))
+        self.management.traces.begin(options.tracing)
         await asyncio.to_thread(self.management.usage.begin)
         if self._owns_repository:
             await self._rollouts.recover()
@@ -134,6 +135,7 @@ class EmbeddedServer:
         self.management.control.close()
         await self.v2.close()
         self.management.regions.close()
+        await asyncio.to_thread(self.management.traces.close)
 
     def _use_keys(self, keys: Keys) -> None:
         self.gate.keys = keys

@@ -50,6 +50,7 @@ class ServeKeywords(TypedDict, total=False):
     metrics_config: Sequence[str]
     metrics_interval_ms: float
     price: float | None
+    trace_config: Sequence[str]
 
 
 class AsgiKeywords(TypedDict, total=False):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
+from penstock.api.trace_options import read_trace_config
 from penstock.config import (
     GPU_MEMORY_RESERVE,
     CacheConfig,
@@ -15,12 +16,13 @@ from penstock.config import (
     LoadPermissions,
     MetricsConfig,
     TlsConfig,
+    TraceConfig,
 )
 from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
 security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "Logs"))
-metrics_flag = flags_of("Metrics")
+metrics_flag, trace_flag = flags_of("Metrics"), flags_of("Tracing")
 record_flag = flags_of("Recording")
 cache_flag = flags_of("Response cache")
 PORT_TAKEN = "Change it when the port is taken; 0 picks a free one and prints it."
@@ -246,6 +248,15 @@ class ServeOptions:
         **number(None, "NUMBER", 1e-9, default="that of each version's evidence"),
     )
 
+    trace_config: tuple[str, ...] = trace_flag(
+        "Which requests are traced, and where traces go",
+        "As in Triton: triton,file=FILE, level=TIMESTAMPS and rate=100 trace every 100th request; "
+        "mode=opentelemetry and opentelemetry,url=URL send spans to a collector; chrome,file=FILE "
+        "is for Perfetto. Give a file at start to switch tracing on later. Repeatable.",
+        value=(),
+        metavar="SETTING=VALUE",
+    )
+
     @property
     def grpc_config(self) -> GrpcConfig | None:
         """The settings of the gRPC server, if there is one."""
@@ -268,6 +279,10 @@ class ServeOptions:
     @property
     def shown_metrics(self) -> MetricsConfig:
         return read_metrics_config(self.metrics_config, self.metrics_interval_ms)[0]
+
+    @property
+    def tracing(self) -> TraceConfig:
+        return read_trace_config(self.trace_config)[0]
 
     @property
     def cache(self) -> CacheConfig:

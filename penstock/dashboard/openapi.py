@@ -57,6 +57,7 @@ OF_HANDLERS = {
     **dict.fromkeys(MISSING, (413, 501)),
     # Of shared memory, which may not be allowed; and there may be no GPU.
     **{route.handler: (413, 501) for route in ROUTES if route.scope == "shared_memory"},
+    "trace": (404, 413, 501, 503),
     "ready": (503,),
     "events": (503,),
     "what_if": (404, 413, 500, 501, 503),
@@ -142,11 +143,11 @@ def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> 
     }
     if needs_key and route.scope != "open":
         operation["security"] = [{BEARER: []}, {KEY: []}]
-    if route.body is not None:
+    if route.body is not None and method != "GET":
         content: JsonObject = {JSON: {"schema": by_type[route.body]}}
         if route.handler == "infer":
             content[BINARY] = {}
-        is_optional = route.handler in ("index", "load", "unload", "rollback")
+        is_optional = route.handler in ("index", "load", "unload", "rollback", "trace")
         operation["requestBody"] = {"required": not is_optional, "content": content}
     return operation
 

@@ -29,8 +29,10 @@ from penstock.wire.documented import (
     IndexBody,
     LoadBody,
     SystemRegionBody,
+    TraceSettingsBody,
     UnloadBody,
 )
+from penstock.wire.json_errors import JsonObject
 from penstock.wire.version_rows import PromoteBody, PruneBody, RollbackBody
 
 JSON = "application/json"
@@ -49,6 +51,7 @@ class RouteCall:
     headers: Mapping[bytes, bytes] = field(default_factory=dict)
     # As in `Request.caller`.
     caller: bytes = b""
+    method: bytes = b"GET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,8 @@ class HandlerTasks:
     async def _run(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
         try:
             head, caller = exchange.head, exchange.caller
-            reply = await handler(RouteCall(match, exchange.body, head.headers, caller))
+            call = RouteCall(match, exchange.body, head.headers, caller, head.method)
+            reply = await handler(call)
         except PenstockError as error:
             reply_error(exchange, error)
         except Exception:  # Keep serving.
@@ -161,9 +165,20 @@ def decode_body(data: Buffer, schema: type[Schema]) -> Schema:
         raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
 
 
+def decode_object(data: Buffer) -> JsonObject:
+    """Decode a JSON object of any names; an empty body counts as an empty one."""
+    try:
+        return msgspec.json.decode(data or b"{}", type=JsonObject)
+    except json_errors.UNREADABLE as error:
+        text = json_errors.explain(data, error)
+        raise InvalidRequest(f"failed to parse the request JSON: {text}") from None
+
+
 def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
     """Return the parameters of a management call, from its path and its JSON."""
     schema, region = call.match.route.body, call.match.region
+    if schema is TraceSettingsBody:
+        return _settings(call.body) if call.method == b"POST" else {}
     if schema is None:
         names = call.match.names
         return {key: names[key] for key in names if key not in ("name", "version")}
@@ -182,6 +197,12 @@ def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
         case PromoteBody() | RollbackBody() | PruneBody():
             return msgspec.structs.asdict(body)
     return {}
+
+
+def _settings(body: Buffer) -> Mapping[str, Parameter]:
+    """Return the settings that a client changes, whatever their values: they are checked later."""
+    given = decode_object(body)
+    return {"settings": msgspec.json.encode(given).decode()} if given else {}
 
 
 class MetricsHttp:

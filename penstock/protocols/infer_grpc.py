@@ -27,6 +27,7 @@ from penstock.serving.model import Model
 from penstock.serving.model_table import ModelTable
 from penstock.serving.regions import read_regions
 from penstock.serving.served import Served
+from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import Buffer, ReplySink, Request, Response
 from penstock.wire.v2 import classified, wants_classes
 from penstock.wire.v2_pb import parse_infer
@@ -83,6 +84,7 @@ class InferRpcs:
         take: Take = take_always,
     ) -> None:
         self._table = table
+        self._tracer = table.tracer
         self._lifecycle = lifecycle
         self._take = take
         self._codec = PbCodec()
@@ -156,11 +158,19 @@ class InferRpcs:
                 access_log.refused("grpc", {"model": name}, received, error)
             raise
         request.caller = caller
+        self._hand_over(request, model, target, split)
+
+    def _hand_over(
+        self, request: Request, model: Served, target: InferTarget, split: TrafficSplit | None
+    ) -> None:
+        """Submit a request that has been decoded."""
         if request.uses_regions and not isinstance(model, Model):
             self._read_regions(request, model)
         target.model, target.request = model, request
         if split is not None:
             split.watch(request, model)
+        if self._tracer.is_on:
+            self._tracer.see(request, model.config, target.headers, "grpc")
         model.submit(request)
 
     def _read_regions(self, request: Request, model: Served) -> None:

@@ -31,7 +31,6 @@ INFERENCE = "/inference.GRPCInferenceService/"
 HEALTH = "/grpc.health.v1.Health/"
 # Handlers of features that Penstock does not have, and the subject of their errors.
 MISSING = {
-    "trace": "trace settings are",
     "logging": "log settings are",
 }
 
@@ -85,6 +84,8 @@ _HEALTH = [
          "ServerReady", HEALTH + "Check", HEALTH + "Watch"),
     Route(GET, "/metrics", "metrics", "metrics", "Prometheus metrics", media="text/plain"),
 ]  # fmt: skip
+_TRACE = Route(BOTH, "/v2/trace/setting", "admin", "trace", "Trace settings",
+               doc.TraceSettingsBody, doc.TraceSettings)  # fmt: skip
 _SERVER = [
     *(replace(route, is_on_metrics_port=True) for route in _HEALTH),
     _get("/v2", "infer", "server_metadata", "Name, version and extensions of the server",
@@ -92,7 +93,7 @@ _SERVER = [
     _get("/v2/", "infer", "server_metadata", "The same as /v2", doc.ServerDescription),
     _get("/v2/models/stats", "infer", "statistics", "Counts and times of requests, of all models",
          doc.StatisticsAnswer),
-    _admin(BOTH, "/v2/trace/setting", "trace", "Trace settings", "TraceSetting"),
+    replace(_TRACE, rpcs=_paths("TraceSetting")),
     _admin(BOTH, "/v2/logging", "logging", "Log settings", "LogSettings"),
 ]  # fmt: skip
 _EVENTS = _post(MODEL + "/generate_stream", "generate_stream",
@@ -112,7 +113,7 @@ _MODELS = [
     _get(MODEL + "/stats", "infer", "statistics", "Counts and times of requests",
          doc.StatisticsAnswer, "ModelStatistics"),
     _get(MODEL + "/explain", "metrics", "explain", "Why batches are as they are", Explanation),
-    _admin(BOTH, MODEL + "/trace/setting", "trace", "Trace settings of the model"),
+    replace(_TRACE, path=MODEL + "/trace/setting", summary="Trace settings of the model"),
 ]  # fmt: skip
 _REPOSITORY = [
     replace(

@@ -217,6 +217,7 @@ def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
 
     shard = Shard(core.send, core.page, settings.shard, make_text, core.parcels, HandingProcess)
     shard.table.metrics_config = settings.metrics
+    shard.table.tracer.send = lambda record: core.send(frames.Traced(record))
     shard.table.caches.divide(settings.cache, settings.num_shards)
     recorders = shard.table.recorders
     recorders.folder = Path(settings.record_folder) if settings.record_folder else None

@@ -292,6 +292,8 @@ class Session:
                 self.line.send(frames.TokensTaken(call, wait_s))
             case frames.UseTokens(key, amount):
                 self._catalog.quotas.use_tokens(key, amount, time.monotonic())
+            case frames.Traced():
+                self._core.management.traces.receive(frame.record)
             case frames.Manage():
                 self._managing[frame.call] = task = self._loop.create_task(self._manage(frame))
                 task.add_done_callback(lambda task: self._managing.pop(frame.call))

@@ -36,7 +36,7 @@ from penstock.protocols.infer_stream import InferStream
 from penstock.protocols.route_table import HEALTH, INFERENCE, MISSING, RPC_ROUTES, unsupported
 from penstock.serving.management import ManagementCall
 from penstock.types import Buffer, Parameter
-from penstock.wire import health_pb
+from penstock.wire import health_pb, settings_pb
 from penstock.wire.v2_pb import Proto, parse
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -174,6 +174,8 @@ class ManagementRpc:
             return self._answer_type(ready=False)
         if (field := FIELDS.get(self._name)) is not None:
             body = b'{"%b":%b}' % (field, body)
+        elif action == "trace":
+            body = settings_pb.trace_answer(body)
         elif action in REGION_LISTS:
             rows = {row["name"]: row for row in msgspec.json.decode(body)}
             body = msgspec.json.encode({"regions": rows})
@@ -278,6 +280,8 @@ def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
     match message:
         case service_pb2.RepositoryIndexRequest():
             return "", "", {"ready": message.ready}
+        case service_pb2.TraceSettingRequest():
+            return message.model_name, "", settings_pb.trace_changes(message)
         case service_pb2.RepositoryModelLoadRequest() | service_pb2.RepositoryModelUnloadRequest():
             return message.model_name, "", _model_parameters(message)
     if isinstance(message, REGION_MESSAGES):

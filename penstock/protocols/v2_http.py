@@ -95,6 +95,7 @@ class LocalInference:
         self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
         self._catalog = table
+        self._tracer = table.tracer
         self._lifecycle = lifecycle
         self._codec = Codec()
         generate = dict.fromkeys(("generate", "generate_stream"), handle_generate)
@@ -146,10 +147,7 @@ class LocalInference:
             model, split = self._choose(call, exchange.long)
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
-            if self._lifecycle.is_draining:
-                raise NotReady(SHUTTING_DOWN)
-            if model.config.is_decoupled:
-                raise Unsupported(ONCE_ONLY)
+            self._check_answers(model)
             body, received, long = exchange.body, exchange.received, exchange.long
             if long is not None:
                 assert isinstance(long, TensorBody)
@@ -168,10 +166,19 @@ class LocalInference:
         exchange.abandon = sink.abandon
         if split is not None:
             split.watch(request, model)
+        if self._tracer.is_on:
+            self._tracer.see(request, model.config, call.headers, "http")
         if long is None or not isinstance(model, Model):
             model.submit(request)
         else:
             model.submit(request, long.reservation)
+
+    def _check_answers(self, model: Served) -> None:
+        """Raise if no request to this model gets its one answer now."""
+        if self._lifecycle.is_draining:
+            raise NotReady(SHUTTING_DOWN)
+        if model.config.is_decoupled:
+            raise Unsupported(ONCE_ONLY)
 
     def _choose(
         self, call: InferCall, long: LongBody | None = None

@@ -307,7 +307,8 @@ class Catalog(ModelTable):
             for name, versions in self._models.items()
         }
         failures = {name: failure.problems for name, failure in self._failures.items()}
-        return frames.Publish(0, models, failures, tuple(self._awaited), dict(self.rules))
+        awaited, rules = tuple(self._awaited), dict(self.rules)
+        return frames.Publish(0, models, failures, awaited, rules, self.tracer.table)
 
     async def _let_go(self, models: Sequence[Served]) -> None:
         """Retire versions that the table no longer has, once all shards know. Nothing else would

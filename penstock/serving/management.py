@@ -35,12 +35,13 @@ from penstock.serving.scrape import (
     expose,
 )
 from penstock.serving.served import Served
+from penstock.serving.trace_control import Traces
 from penstock.types import Buffer, Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 
 # Methods of ManagementApi that answer a call, by the names that routes and frames have for them.
 _ACTIONS = "live ready server_metadata metadata model_ready config statistics explain index load"
-ACTIONS = (*_ACTIONS.split(), "unload")
+ACTIONS = (*_ACTIONS.split(), "unload", "trace")
 EXTENSIONS = (
     "classification",
     "sequence",
@@ -52,6 +53,7 @@ EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "trace",
     # The request header Penstock-Timing, whatever the server is called.
     "penstock_timing",
 )
@@ -67,7 +69,7 @@ class ManagementCall:
     model_name: str = ""
     model_version: str = ""
     # `ready` for the index, `config` for a load, `unload_dependents` for an unload; for shared
-    # memory, `region` and what is said of it.
+    # memory, `region` and what is said of it; `settings` of traces, as JSON.
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     # As in `Request.caller`.
     caller: bytes = b""
@@ -103,8 +105,9 @@ class ManagementApi:
         self._tells_reasons = tells_reasons
         self.shards = shards
         self.regions = RegionRegistry(catalog.regions, catalog.shards)
+        self.traces = Traces(catalog.tracer, catalog.shards)
         # Each makes further families of a scrape; parts that this one does not know add theirs.
-        self.families: list[Callable[[], Iterable[ScrapeLines]]] = []
+        self.families: list[Callable[[], Iterable[ScrapeLines]]] = [self.traces.families]
         # Returns how many shards there are, and why.
         self.describe_shards: Callable[[], str] = lambda: ""
         self._answers: dict[str, Answer] = {name: getattr(self, name) for name in ACTIONS} | {
@@ -209,6 +212,12 @@ class ManagementApi:
         name = str(call.parameters.get("region", ""))
         await self.regions.unregister(call.caller, kind, name)
         return b""
+
+    async def trace(self, call: ManagementCall) -> bytes:
+        """Answer with the trace settings of a model, or the global ones, after a change."""
+        if call.model_name:
+            self._find(call)
+        return await self.traces.answer(call.model_name, call.parameters.get("settings"))
 
     async def metrics(self) -> bytes:
         """Return the metrics as Prometheus text."""

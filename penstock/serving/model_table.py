@@ -15,6 +15,7 @@ from penstock.serving.quotas import Quotas
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
 from penstock.serving.served import Served
+from penstock.serving.tracer import Tracer
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.wire.frames import SplitRule
 
@@ -36,6 +37,7 @@ class ModelTable:
         # Memory that clients have registered.
         self.regions = RegionTable()
         self.recorders = Recorders()
+        self.tracer = Tracer()
         self.caches = Caches()
         # What is counted and shown of latencies.
         self.metrics_config = MetricsConfig()

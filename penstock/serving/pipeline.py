@@ -42,6 +42,7 @@ from penstock.serving.request_queue import QUEUE_TIMEOUT
 from penstock.serving.request_recorder import RequestRecorder
 from penstock.serving.response_cache import AnswerCache
 from penstock.serving.served import ModelProcess
+from penstock.serving.tracer import step_of
 from penstock.types import Request, Response, Tensor, to_array
 
 log = logging.getLogger("penstock.model")
@@ -172,6 +173,9 @@ class Journey:
         """Add the waits of a stage to those of the client's request. What earlier stages compute
         counts as input of the network."""
         timings, own = inner.timings, self.request.timings
+        if self.request.steps is not None:
+            name = self.owner.stages[self.at].name
+            self.request.steps.append(step_of(f"{self.owner.config.name}:{name}", timings))
         if not timings.dispatched:
             return
         # Queueing is a span from `queued` on, so each stage prolongs it.

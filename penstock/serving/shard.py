@@ -150,6 +150,7 @@ class ShardTable(ModelTable):
         self._failures = {name: LoadFailure(name, problems) for name, problems in failures}
         self._awaited = set(frame.awaited)
         self._set_splits(frame.splits, models)
+        self.tracer.use(frame.tracing)
 
     def _set_splits(
         self, rules: Mapping[str, frames.SplitRule], models: Mapping[int, Served]

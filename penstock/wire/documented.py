@@ -34,6 +34,26 @@ class OpenAiErrorAnswer(msgspec.Struct):
     error: OpenAiProblem
 
 
+class TraceSettingsBody(msgspec.Struct):
+    """Changes of trace settings; null clears one."""
+
+    trace_level: list[str] | None | msgspec.UnsetType = msgspec.UNSET
+    trace_rate: str | int | None | msgspec.UnsetType = msgspec.UNSET
+    trace_count: str | int | None | msgspec.UnsetType = msgspec.UNSET
+    log_frequency: str | int | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class TraceSettings(msgspec.Struct):
+    """Trace settings; further ones are of the mode."""
+
+    trace_level: list[str]
+    trace_rate: str
+    trace_count: str
+    trace_mode: str
+    log_frequency: str | msgspec.UnsetType = msgspec.UNSET
+    trace_file: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class LiveAnswer(msgspec.Struct):
     live: bool
 

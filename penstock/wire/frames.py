@@ -15,7 +15,7 @@ OpenShard, is sent alone.
     core → shard    OpenShard, NameKeys, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased,
                     TokensTaken, OpenRegion, CloseRegion, MoveClients, Release, Ping, Drain, Stop
     shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
-                    TakeTokens, UseTokens, Release, Pong
+                    TakeTokens, UseTokens, Traced, Release, Pong
 
 A model's code that calls other models has a socket of its own to each shard, because no other
 thread reads while it runs: CallModel, CancelCall and Waited to the shard, CallAnswer back.
@@ -40,6 +40,7 @@ from penstock.config import (
     TlsConfig,
 )
 from penstock.types import Parameter, RequestedOutput
+from penstock.wire.trace_records import TraceRecord, TraceTable
 
 VERSION = 4
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
@@ -846,6 +847,8 @@ class Publish(Frame, tag="pub"):
     awaited: tuple[str, ...]
     # Rollouts by the name of their model; candidates are not among `models`.
     splits: dict[str, SplitRule] = {}
+    # Which requests are traced.
+    tracing: TraceTable = TraceTable()
 
 
 class OpenRegion(Frame, tag="opr"):
@@ -923,6 +926,12 @@ class UseTokens(Frame, tag="ust"):
     amount: int
 
 
+class Traced(Frame, tag="trc"):
+    """A traced request of a shard has ended."""
+
+    record: TraceRecord
+
+
 class Manage(Frame, tag="mng"):
     """A management call of a shard's gRPC client, as `serving.management.ManagementCall`. `caller`
     is the digest of its API key, which the shard has checked. The pieces of `parcel` are the files
@@ -992,6 +1001,7 @@ FromShard = (
     | Lease
     | TakeTokens
     | UseTokens
+    | Traced
     | Release
     | Pong
 )

@@ -39,6 +39,7 @@ ANSWERED = {
     "ModelMetadata",
     "ModelConfig",
     "ModelStatistics",
+    "TraceSetting",
     "ModelInfer",
     "ModelStreamInfer",
     "RepositoryIndex",

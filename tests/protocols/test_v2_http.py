@@ -54,6 +54,7 @@ from penstock.serving.management import ManagementApi
 from penstock.serving.regions import RegionTable
 from penstock.serving.shards import Shards
 from penstock.serving.supervisor import ThreadLife
+from penstock.serving.tracer import Tracer
 from penstock.types import DATATYPES, Request, Response, Tensor, TensorSpec
 from penstock.wire.statuses import STATUSES
 
@@ -790,8 +791,6 @@ def test_the_error_for_an_unknown_path_is_tritons_and_names_it(api: Api) -> None
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("GET", "/v2/models/echo/trace/setting", "trace settings are not supported"),
-        ("POST", "/v2/trace/setting", "trace settings are not supported"),
         ("GET", "/v2/logging", "log settings are not supported"),
         ("GET", "/v2/systemsharedmemory/status", "start it with --shared-memory"),
         ("POST", "/v2/cudasharedmemory/region/r/unregister", "start it with --shared-memory"),
@@ -995,6 +994,7 @@ class OneModel:
     shards = None
     splits = ()
     regions = RegionTable()
+    tracer = Tracer()
 
     def __init__(self, model: Puppet, error: Exception | None = None) -> None:
         self._model = model
