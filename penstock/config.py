@@ -341,6 +341,18 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RateLimit:
+    """What an instance needs to execute (Triton's ModelRateLimiter), and how seldom it may."""
+
+    # As it was asked for: "cpu", "cuda:N", or "cuda" for each GPU.
+    device: str
+    # Name, whether all devices share it, and count.
+    resources: tuple[tuple[str, bool, int], ...]
+    # An instance with 2 executes half as often as one with 1, if both want to.
+    priority: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class RedisConfig:
     """Where answers are kept outside the server."""
 
@@ -436,6 +448,9 @@ class ModelConfig:
     is_cached: bool = False
     # Whether a request has any number of responses (`model_transaction_policy`).
     is_decoupled: bool = False
+    # One for each instance in the order of the groups, if any needs a resource; the core then
+    # queues the requests. Empty if the server does not limit executions.
+    rate_limits: tuple[RateLimit, ...] = ()
     # What its answers depend on, if servers share them; see `repository.fingerprint`.
     fingerprint: str = field(default="", compare=False)
     # Run before an instance is ready, in addition to the warm-up of every batch size.
@@ -524,7 +539,7 @@ class ModelConfig:
     def has_one_owner(self) -> bool:
         """Whether the core queues the requests of all shards: they share state, or their responses
         take as long as they like, while workers run other batches."""
-        return self.is_decoupled or self.sequences is not None
+        return self.is_decoupled or self.sequences is not None or bool(self.rate_limits)
 
     @property
     def num_sequence_slots(self) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
+from penstock.api.rate_options import read_resources
 from penstock.api.serve_options import ServeOptions
 from penstock.api.trace_options import read_trace_config
 from penstock.config import LLM, ModelConfig, TlsConfig
@@ -56,6 +57,7 @@ from penstock.serving.control import Control, Reloader
 from penstock.serving.fleet import Fleet
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
+from penstock.serving.polling import Poller
 from penstock.serving.quotas import Quotas
 from penstock.serving.scrape import ShardUse
 from penstock.serving.served import Served
@@ -168,17 +170,30 @@ class Server:
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
         self.catalog.metrics_config = options.shown_metrics
+        self.catalog.rate_limiter = options.rate_limiter
         self.catalog.caches.divide(options.cache, self.shard_choice.number)
-        hard_links, allowed = options.allow_hard_links, options.load_permissions
+        control = Control(
+            self.catalog,
+            path,
+            options.is_explicit,
+            options.allow_hard_links,
+            options.load_permissions,
+            options.model_repository,
+            options.model_config_name,
+            options.is_polling,
+        )
         made = ManagementApi(
             self.catalog,
-            Control(self.catalog, path, options.is_explicit, hard_links, allowed),
+            control,
             self.lifecycle,
             options.id,
             tells_reasons=gate.keys is None,
             shards=self._shard_uses,
         )
         made.describe_shards = self._describe_shards
+        self._poller = None
+        if options.is_polling:
+            self._poller = Poller(control, options.repository_poll_secs)
         self.rollouts = rollouts = Rollouts(self.catalog, made.control)
         made.families.append(lambda: scrape(rollouts.states().values()))
         made.add(VersionActions(made, gate.name_of, rollouts).answers)
@@ -236,9 +251,15 @@ class Server:
         loading.result()
         garbage.freeze(garbage.SERVING)
         self.lifecycle.is_loading = False
+        self._follow_files()
+
+    def _follow_files(self) -> None:
+        """Begin to load what changes in the repository, if that is wanted."""
         if self._options.reload:
             reloader = Reloader(self.catalog, self.management.control)
             self._watching.append(asyncio.create_task(reloader.run()))
+        if self._poller is not None:
+            self._watching.append(asyncio.create_task(self._poller.run()))
 
     async def _open_http(self) -> None:
         self._watching.append(asyncio.create_task(self.monitor.run()))
@@ -445,6 +466,7 @@ def check(options: ServeOptions) -> None:
     problems += read_metrics_config(options.metrics_config)[1]
     problems += read_trace_config(options.trace_config)[1]
     problems += read_cache_config(options.cache_config)[1]
+    problems += read_resources(options.rate_limit, options.rate_limit_resource)[1]
     if problems:
         raise CommandLineError(problems)
 
@@ -467,7 +489,7 @@ def choose_shards(configs: Sequence[ModelConfig], options: ServeOptions) -> Shar
 def shard_refusals(configs: Sequence[ModelConfig], options: ServeOptions) -> list[str]:
     """Return why these models and options need a server with one shard; empty if they do not."""
     refusals: list[str] = []
-    if options.is_explicit and "*" not in options.load_model:
+    if options.is_polling or (options.is_explicit and "*" not in options.load_model):
         refusals.append("models that are loaded later are not known yet")
     number = num_queue_shares(KeyFile(Path(options.api_keys)).read()) if options.api_keys else 0
     if number > NUM_KEYS:

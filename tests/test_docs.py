@@ -147,7 +147,7 @@ def test_commands_parse(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [["serve", "models", "--no-such-flag"], ["bench"], ["serve", "a", "b"], ["no-such-command"]]
+    [["serve", "models", "--no-such-flag"], ["bench"], ["inspect", "a", "b"], ["no-such-command"]]
     + [["repo", "promote", "models", "m"], ["repo", "no-such"], ["repo", "list", "--keep", "1"]]
     + [["serve", "models", "--http-port", "many"]],
 )

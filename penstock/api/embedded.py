@@ -36,6 +36,7 @@ from penstock.serving.control import Control, Reloader
 from penstock.serving.fleet import Fleet
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
+from penstock.serving.polling import Poller
 
 log = logging.getLogger("penstock.embedded")
 POLL_S = 0.005
@@ -61,10 +62,22 @@ class EmbeddedServer:
         if keys is not None:
             self.catalog.quotas.replace(keys.quotas)
         self.lifecycle = Lifecycle(is_loading=True)
-        hard_links, allowed = options.allow_hard_links, options.load_permissions
+        control = Control(
+            self.catalog,
+            model,
+            options.is_explicit,
+            options.allow_hard_links,
+            options.load_permissions,
+            options.model_repository,
+            options.model_config_name,
+            options.is_polling,
+        )
+        self._poller = None
+        if options.is_polling:
+            self._poller = Poller(control, options.repository_poll_secs)
         self.management = ManagementApi(
             self.catalog,
-            Control(self.catalog, model, options.is_explicit, hard_links, allowed),
+            control,
             self.lifecycle,
             options.id,
             tells_reasons=keys is None,
@@ -114,6 +127,8 @@ class EmbeddedServer:
         if options.reload:
             reloader = Reloader(self.catalog, self.management.control)
             self._watching.append(asyncio.create_task(reloader.run()))
+        if self._poller is not None:
+            self._watching.append(asyncio.create_task(self._poller.run()))
 
     async def stop(self) -> None:
         """Refuse new inferences, finish accepted ones up to the drain limit, then end the models'

@@ -22,6 +22,9 @@ class ServeKeywords(TypedDict, total=False):
     shard_accept: str
     id: str
     model_control_mode: str
+    repository_poll_secs: float
+    model_repository: Sequence[PathText]
+    model_config_name: str
     load_model: Sequence[str]
     exit_on_error: bool
     gpu_memory_reserve: float
@@ -39,6 +42,8 @@ class ServeKeywords(TypedDict, total=False):
     allow_load_code: bool
     record: PathText
     cache_config: Sequence[str]
+    rate_limit: str
+    rate_limit_resource: Sequence[str]
     max_body_bytes: int
     max_json_bytes: int
     grpc_max_message_bytes: int

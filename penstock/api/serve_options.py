@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
+from penstock.api.rate_options import EXECUTION_COUNT, MODES, read_resources
 from penstock.api.trace_options import read_trace_config
 from penstock.config import (
     GPU_MEMORY_RESERVE,
@@ -18,6 +19,7 @@ from penstock.config import (
     TlsConfig,
     TraceConfig,
 )
+from penstock.serving.rate_limiter import RateLimiter
 from penstock.system import logs
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
@@ -25,6 +27,7 @@ security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "L
 metrics_flag, trace_flag = flags_of("Metrics"), flags_of("Tracing")
 record_flag = flags_of("Recording")
 cache_flag = flags_of("Response cache")
+rate_flag = flags_of("Rate limiter")
 PORT_TAKEN = "Change it when the port is taken; 0 picks a free one and prints it."
 BYTES = (1 << 10, 1 << 30)
 
@@ -74,13 +77,33 @@ class ServeOptions:
     model_control_mode: str = model_flag(
         "Whether clients may load and unload models",
         "none loads every model at start. Choose explicit to load only those that --load-model "
-        "names, and others over the API.",
+        "names, and others over the API; poll to follow what changes in the repository.",
         value="none",
-        choices=("none", "explicit"),
+        choices=("none", "poll", "explicit"),
+    )
+    repository_poll_secs: float = model_flag(
+        "Seconds between looks at the repository, in poll mode",
+        "A change is served once two looks in a row find it the same. Raise it where files take "
+        "long to copy.",
+        **number(15.0, "SECONDS", 0.01),
+    )
+    model_repository: tuple[str, ...] = model_flag(
+        "Further repository to serve",
+        "Give it where models lie in several folders; no two may have one of the same name. "
+        "Repeatable.",
+        value=(),
+        metavar="DIR",
+    )
+    model_config_name: str = model_flag(
+        "Configuration of each model to use, by name",
+        "Give it where machines differ: with h100, configs/h100.pbtxt of a model is used instead "
+        "of config.pbtxt, if it is there.",
+        **text("NAME", "config.pbtxt"),
     )
     load_model: tuple[str, ...] = model_flag(
         "Model to load at start, in explicit mode",
-        "'*' loads all. Leave it out to start without models. Repeatable.",
+        "'*' and '?' in it stand for any characters, so '*' loads all. Leave it out to start "
+        "without models. Repeatable.",
         value=(),
         metavar="NAME",
     )
@@ -161,8 +184,8 @@ class ServeOptions:
     )
     allow_load_code: bool = security_flag(
         "Let administrators send code with a load",
-        "Whoever has an admin key can then run any code as the server's user: model.py, .pt2 and "
-        "everything else that a backend executes. Needs --allow-load-files for files.",
+        "Switch it on only where every holder of an admin key may run any code as the server's "
+        "user: model.py, .pt2 and all else that a backend executes.",
         value=False,
     )
     record: str = record_flag(
@@ -179,6 +202,19 @@ class ServeOptions:
         "Repeatable, for redis with port, username, password_file and timeout_ms.",
         value=(),
         metavar="CACHE,SETTING=VALUE",
+    )
+    rate_limit: str = rate_flag(
+        "Whether executions wait for the resources that they need",
+        "Choose execution_count where models must not compute at the same time: instances then "
+        "execute only while they hold the resources of their rate_limiter, as in Triton.",
+        value="off",
+        choices=MODES,
+    )
+    rate_limit_resource: tuple[str, ...] = rate_flag(
+        "Count of a resource, of each device or of one",
+        "Give it to let more instances execute at a time than the one that needs most. Repeatable.",
+        value=(),
+        metavar="NAME:COUNT[:DEVICE]",
     )
     max_body_bytes: int = limit_flag(
         "Largest HTTP request body, after decompression",
@@ -281,6 +317,12 @@ class ServeOptions:
         return read_metrics_config(self.metrics_config, self.metrics_interval_ms)[0]
 
     @property
+    def rate_limiter(self) -> RateLimiter | None:
+        if self.rate_limit != EXECUTION_COUNT:
+            return None
+        return RateLimiter(read_resources(self.rate_limit, self.rate_limit_resource)[0])
+
+    @property
     def tracing(self) -> TraceConfig:
         return read_trace_config(self.trace_config)[0]
 
@@ -295,6 +337,11 @@ class ServeOptions:
     @property
     def load_permissions(self) -> LoadPermissions:
         return LoadPermissions(self.allow_load_files, self.allow_load_code)
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether models follow what changes in the repository."""
+        return self.model_control_mode == "poll"
 
     @property
     def is_explicit(self) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from penstock import server
 from penstock.api.serve_options import ServeOptions
-from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.errors import CommandLineError, ConfigError
 from penstock.repository import layout
-from penstock.repository.model_source import resolve
+from penstock.repository.repositories import Repositories, check_config_name
 from penstock.system import logs
 from penstock.system.file_limit import raise_file_limit
 
@@ -61,7 +61,8 @@ def run(model: str, options: ServeOptions, listeners: Listeners) -> signal.Signa
         failures = layout.flat({f.name: list(f.problems) for f in running.catalog.failures})
         if failures and options.exit_on_error:
             raise ConfigError(failures)
-        names = list(found.folders) if options.random_weights else resolve(model).names()
+        is_made_up = options.random_weights
+        names = list(found.folders) if is_made_up else sources_of(model, options).names()
         listeners.started(running, names)
 
     return uvloop.run(server.serve(model, found, options, choice, started, listeners.progress))
@@ -88,14 +89,18 @@ def find(path: str, options: ServeOptions) -> RepositoryScan:
         return layout.read_made_up(path)
     if options.load_model and not options.is_explicit:
         raise CommandLineError(["--load-model needs --model-control-mode explicit"])
-    source = resolve(path)
+    if options.reload and options.is_polling:
+        raise CommandLineError(["--reload: poll mode already follows the files; leave it out"])
+    sources = sources_of(path, options)
+    if options.is_polling:
+        # Models may come later.
+        return sources.read_named(sources.names())
     if not options.is_explicit or "*" in options.load_model:
-        return source.read()
-    source.names()
-    found = layout.RepositoryScan()
-    for name in options.load_model:
-        try:
-            found.add(source.read_one(name))
-        except NotFound as error:
-            found.problems[name] = [str(error)]
-    return found
+        return sources.read()
+    return sources.read_named(options.load_model)
+
+
+def sources_of(path: str, options: ServeOptions) -> Repositories:
+    """Return where the models are."""
+    check_config_name(options.model_config_name)
+    return Repositories((path, *map(str, options.model_repository)), options.model_config_name)

@@ -104,7 +104,7 @@ def _tell_missing(error: click.MissingParameter) -> None:
         return
     examples = getattr(context.command, "examples", ())
     # Not `make_metavar`, which takes the context from click 8.2 on only.
-    name = (parameter.metavar or parameter.human_readable_name).strip("[]")
+    name = (parameter.metavar or parameter.human_readable_name).strip("[].")
     example = f", e.g. {examples[0]}" if examples else ""
     click.echo(coloured(f"error: {name} is required{example}", "red"), err=True)
     click.echo(f"{context.command_path} --help shows all options", err=True)

@@ -42,7 +42,7 @@ def _refuse_fronts(context: click.Context, option: click.Parameter, value: str |
         "penstock serve models/ --host 0.0.0.0 --api-keys keys.toml",
     ],
 )
-@click.argument("source", metavar="MODEL", type=click.Path())
+@click.argument("sources", metavar="MODEL...", nargs=-1, type=click.Path())
 @add_options(ServeOptions, "options")
 @click.option("--fronts", hidden=True, expose_value=False, callback=_refuse_fronts)
 @click.option(
@@ -52,13 +52,21 @@ def _refuse_fronts(context: click.Context, option: click.Parameter, value: str |
     help="Print nothing at start; log warnings only. Default: off. Use it when only problems "
     "matter.",
 )
-def serve(source: str, options: ServeOptions, quiet: bool) -> None:
+def serve(sources: tuple[str, ...], options: ServeOptions, quiet: bool) -> None:
     """Serve MODEL over the v2 protocol, HTTP and gRPC, until Ctrl-C.
 
     MODEL is a file (model.onnx, model.pt2, model.xml, model.gguf, model.py), a Hugging Face folder,
-    a model's folder, or a repository of several models.
+    a model's folder, or a repository of several models; several of them are served together.
     """
     from penstock.api import serving, terminal
+
+    sources += options.model_repository
+    if not sources:
+        context = click.get_current_context()
+        [argument] = [each for each in context.command.params if each.name == "sources"]
+        raise click.MissingParameter(ctx=context, param=argument)
+    source, *others = sources
+    options = replace(options, model_repository=tuple(others))
 
     loading = terminal.LoadingStatus()
     if quiet:

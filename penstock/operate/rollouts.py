@@ -133,7 +133,8 @@ class Rollouts:
             self._starting.discard(name)
 
     async def _start(self, name: str, version: str, plan: RolloutPlan, actor: str) -> HistoryEvent:
-        root = await off_loop(partial(model_folders.find_repository, self._control.path))
+        sources = self._control.sources
+        root = await off_loop(lambda: model_folders.find_repository(sources.find(name)))
         await off_loop(partial(model_folders.find_version, root, name, version))
         grounds = Grounds(actor, plan.reason, plan.force)
         change = await off_loop(partial(promotion.prepare, root, name, version, grounds))
@@ -237,7 +238,8 @@ class Rollouts:
     async def recover(self) -> None:
         """Note in the histories that rollouts of an earlier server have ended."""
         try:
-            await asyncio.to_thread(_recover, self._control.path)
+            for path in self._control.sources.paths:
+                await asyncio.to_thread(_recover, path)
         except (OSError, PenstockError) as error:
             log.warning("ends of earlier rollouts cannot be noted: %s", error)
 

@@ -92,7 +92,7 @@ class VersionActions:
         if self._rollouts.is_running(name):
             advice = "wait for its end, or stop it first with a rollback"
             raise InvalidRequest(f"{name}: a rollout is running; {advice}")
-        root = await self._root()
+        root = await self._root(call.model_name)
         grounds = self._grounds(call, force)
 
         def prepare() -> Change:
@@ -124,7 +124,8 @@ class VersionActions:
             grounds = self._grounds(call)
             stopping = self._rollouts.stop(call.model_name, grounds.actor, grounds.reason)
             return _json(await stopping)
-        root, name, grounds = await self._root(), call.model_name, self._grounds(call)
+        name, grounds = call.model_name, self._grounds(call)
+        root = await self._root(name)
 
         def prepare() -> Change:
             model_folders.find_model(root, name)
@@ -167,10 +168,12 @@ class VersionActions:
         return event
 
     async def _read(self, read: Callable[..., Result], name: str, *arguments: object) -> Result:
-        return await off_loop(partial(read, await self._root(), name, *arguments))
+        return await off_loop(partial(read, await self._root(name), name, *arguments))
 
-    async def _root(self) -> Path:
-        return await off_loop(partial(model_folders.find_repository, self._control.path))
+    async def _root(self, name: str) -> Path:
+        """Return the repository that has a model."""
+        sources = self._control.sources
+        return await off_loop(lambda: model_folders.find_repository(sources.find(name)))
 
     def _loaded(self, name: str) -> list[str]:
         """Return the loaded versions of a model, with the candidate of its rollout."""

@@ -276,7 +276,9 @@ def _files(message: Proto) -> dict[str, Buffer]:
 def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
     """Return the model, the version and the parameters that a message names."""
     if getattr(message, "repository_name", ""):
-        raise Unsupported("'repository_name' is not supported: this server has one repository")
+        raise Unsupported(
+            "'repository_name' is not supported: models are found in any of the repositories"
+        )
     match message:
         case service_pb2.RepositoryIndexRequest():
             return "", "", {"ready": message.ready}

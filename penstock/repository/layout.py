@@ -28,6 +28,8 @@ from penstock.repository.pbtxt_fields import Proto
 from penstock.repository.pbtxt_warmup import FOLDER as WARMUPS
 
 CONFIG = "config.pbtxt"
+# Other configurations of a model, of which the operator chooses one by name.
+CONFIGS, CONFIG_NAME = "configs", re.compile(r"[\w-][\w.-]*", re.ASCII)
 # Hugging Face's configuration; weights are beside it.
 TEXT_CONFIG = pretrained.CONFIG
 GGUF = ".gguf"
@@ -109,9 +111,10 @@ def holds_models(root: Path) -> bool:
     return any(map(_is_model, _folders(root)))
 
 
-def read(path: str | os.PathLike[str]) -> RepositoryScan:
+def read(path: str | os.PathLike[str], config_name: str = "") -> RepositoryScan:
     """Read every model of a repository, or the one model or version if `path` is its folder, or the
-    language model if it is a GGUF file."""
+    language model if it is a GGUF file. `configs/<config_name>.pbtxt` of a model, if it is there,
+    is used instead of each config.pbtxt."""
     root = Path(os.path.abspath(path))
     match folder_kind(root):
         case ModelKind.GGUF_FILE | ModelKind.HUGGING_FACE:
@@ -119,20 +122,24 @@ def read(path: str | os.PathLike[str]) -> RepositoryScan:
         case ModelKind.VERSION_FOLDER:
             # One version, whatever the model's version policy says.
             folder = root.parent.resolve()
-            return _read_all([folder], folder, only=root.name)
+            return _read_all([folder], folder, only=root.name, config_name=config_name)
         case ModelKind.MODEL_FOLDER:
             # The operator may name a link: the repository is where it leads.
-            return _read_all([root], root.resolve())
+            return _read_all([root], root.resolve(), config_name=config_name)
     if not holds_models(root):
         raise ConfigError(
             f"{path}: holds no model; expected <model>/<version>/model.onnx, "
             f"with the version a number, or {TEXT_CONFIG} and {pretrained.WEIGHTS[0]}"
         )
-    return _read_all(_folders(root), root)
+    return _read_all(_folders(root), root, config_name=config_name)
 
 
 def _read_all(
-    folders: Sequence[Path], root: Path, only: str = "", override: Proto | None = None
+    folders: Sequence[Path],
+    root: Path,
+    only: str = "",
+    override: Proto | None = None,
+    config_name: str = "",
 ) -> RepositoryScan:
     found = RepositoryScan()
     for folder in folders:
@@ -149,7 +156,8 @@ def _read_all(
             continue
         found.folders[folder.name] = folder
         try:
-            found.configs += _read_model(folder, root, only, override)
+            chosen_config = override or _read_named(folder, config_name, root)
+            found.configs += _read_model(folder, root, only, chosen_config)
         except ConfigError as error:
             found.problems[folder.name] = list(error.problems)
         except OSError as error:
@@ -199,6 +207,7 @@ def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
     names = [CONFIG, *labels]
     files = [place / name for place in (folder, version) for name in names]
     files += [version / manifests.NAME, *links.walk(folder / WARMUPS)]
+    files += links.walk(folder / CONFIGS)
     files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
     shared = [file for file in dict.fromkeys(files) if links.is_shared(file)]
     return [_hard_link(os.path.relpath(file, folder)) for file in shared]
@@ -314,7 +323,11 @@ def names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def read_one(
-    path: str | os.PathLike[str], name: str, version: str = "", override: Proto | None = None
+    path: str | os.PathLike[str],
+    name: str,
+    version: str = "",
+    override: Proto | None = None,
+    config_name: str = "",
 ) -> RepositoryScan:
     """Read one model of a repository: the versions that its policy selects, or only the given one.
     `override` is used instead of each config.pbtxt there. The names are compared, never used as
@@ -327,14 +340,14 @@ def read_one(
         )
     if (kind := folder_kind(root)) is not ModelKind.REPOSITORY:
         if override is None:
-            return read(root)
+            return read(root, config_name)
         if kind is not ModelKind.MODEL_FOLDER:
             raise InvalidRequest(f"{name}: {NOT_OVERRIDDEN}")
         return _read_all([root], root.resolve(), override=override)
     folders = [folder for folder in _folders(root) if _name(folder) == name]
     if version and not any(version in version_folders(each) for each in folders if each.is_dir()):
         raise NotFound(f"{name}: no such version: '{version}'")
-    return _read_all(folders, root, version, override)
+    return _read_all(folders, root, version, override, config_name)
 
 
 def flat(problems: Mapping[str, Sequence[str]]) -> list[str]:
@@ -403,7 +416,10 @@ def _of_version(folder: Path, version: str, root: Path) -> list[Path]:
 def read_message(folder: Path, version: str = "") -> Proto:
     """Read the config.pbtxt of a model, or of one of its versions; an empty message without one."""
     where = f"{version}/{CONFIG}" if version else CONFIG
-    path = folder / where
+    return _parse_file(folder / where, where)
+
+
+def _parse_file(path: Path, where: str) -> Proto:
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -411,11 +427,21 @@ def read_message(folder: Path, version: str = "") -> Proto:
     return pbtxt.parse(text, where)
 
 
-def read_own_message(path: str | os.PathLike[str], name: str) -> Proto:
-    """Read the config.pbtxt of one model of a repository; an empty message without one."""
+def read_own_message(path: str | os.PathLike[str], name: str, config_name: str = "") -> Proto:
+    """Read the configuration of one model of a repository; an empty message without one."""
     root = Path(os.path.abspath(path))
     is_repository = name in names(root) and folder_kind(root) is ModelKind.REPOSITORY
-    return read_message(root / name if is_repository else root)
+    folder = root / name if is_repository else root
+    return _read_named(folder, config_name, root) or read_message(folder)
+
+
+def _read_named(folder: Path, config_name: str, root: Path) -> Proto | None:
+    """Read the configuration that the operator has chosen by name, if the model has it."""
+    path = folder / CONFIGS / f"{config_name}.pbtxt"
+    if not config_name or not path.is_file():
+        return None
+    _check_links(folder, root, [path.parent])
+    return _parse_file(path, f"{CONFIGS}/{path.name}")
 
 
 def has_own_config(folder: Path, version: str) -> bool:

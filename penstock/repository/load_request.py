@@ -8,7 +8,7 @@ protobuf's parser; `loaded_folders` writes the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -165,19 +165,41 @@ def _refuse_code(found: Mapping[PurePosixPath, Buffer], config: Proto) -> None:
 def check_settings(config: Proto, own: Proto | None) -> None:
     """Raise NotAllowed if a configuration chooses code that the model's own in the repository does
     not: a file to run, or a setting that can load libraries or run functions."""
-    backend, file = pbtxt.named_backend(config), config.default_model_filename
+    for what in (*_other_files(config, own), *_other_options(config, own)):
+        raise NotAllowed(f"{what}, and the repository does not say so; {NEEDS_CODE}")
+
+
+def _other_files(config: Proto, own: Proto | None) -> Iterator[str]:
+    backend = pbtxt.named_backend(config)
+    if config.HasField("model_operations") and (
+        own is None or config.model_operations != own.model_operations
+    ):
+        yield "model_operations: these libraries would be loaded"
+    if backend in DATA_BACKENDS:
+        return
     # Without a backend, the files that are there decide.
     usual = pbtxt.FILES.get(backend, ()) if backend else sum(pbtxt.FILES.values(), ())
-    known = () if own is None else (own.default_model_filename,)
-    if backend not in DATA_BACKENDS and file not in ("", *usual, *known):
-        runner = f"backend '{backend}'" if backend else "a backend that is not named"
-        what = f"default_model_filename: '{file}' may be run as code by {runner}"
-        raise NotAllowed(f"{what}, and the repository does not say so; {NEEDS_CODE}")
+    known = {"", *usual, *(() if own is None else _named_files(own))}
+    runner = f"backend '{backend}'" if backend else "a backend that is not named"
+    for file in _named_files(config):
+        if file not in known:
+            yield f"default_model_filename: '{file}' may be run as code by {runner}"
+
+
+def _named_files(config: Proto) -> list[str]:
+    return [config.default_model_filename, *config.cc_model_filenames.values()]
+
+
+def _other_options(config: Proto, own: Proto | None) -> Iterator[str]:
+    given = config.optimization.execution_accelerators
+    has_parameters = any(each.parameters for each in given.gpu_execution_accelerator)
+    known = None if own is None else own.optimization.execution_accelerators
+    if has_parameters and given != known:
+        yield "optimization.execution_accelerators: its parameters may load code"
     for key, value in config.parameters.items():
         is_risky = any(
             key == each or (each.endswith(".") and key.startswith(each)) for each in CODE_KEYS
         )
-        given = "" if own is None or key not in own.parameters else own.parameters[key].string_value
-        if is_risky and value.string_value != given:
-            what = f"parameters.{key}: '{value.string_value}' may load code"
-            raise NotAllowed(f"{what}, and the repository does not say so; {NEEDS_CODE}")
+        text = "" if own is None or key not in own.parameters else own.parameters[key].string_value
+        if is_risky and value.string_value != text:
+            yield f"parameters.{key}: '{value.string_value}' may load code"

@@ -123,8 +123,9 @@ class ModelSource:
         is_one = self.kind in BACKENDS or self.kind is ModelKind.FACTORY
         return [self.name] if is_one else layout.names(self.path)
 
-    def read(self) -> RepositoryScan:
-        """Read the configurations of what can be served; ConfigError if that is nothing."""
+    def read(self, config_name: str = "") -> RepositoryScan:
+        """Read the configurations of what can be served; ConfigError if that is nothing.
+        `config_name` is as for `layout.read`."""
         self._check_served()
         if self.kind in BACKENDS:
             return self._read_file()
@@ -133,22 +134,22 @@ class ModelSource:
         if self.kind is ModelKind.REPOSITORY and not layout.holds_models(self.path):
             raise ConfigError(f"{self.path}: {_describe_folder(self.path)}")
         if self.kind is not ModelKind.REPOSITORY or not self.name:
-            return layout.read(self.path)
+            return layout.read(self.path, config_name)
         try:
-            return layout.read_one(self.path, self.name)
+            return layout.read_one(self.path, self.name, config_name=config_name)
         except NotFound:
             there = layout.listed(self.names())
             problem = f"{self.path}: holds no model '{self.name}'; there: {there}"
             raise ConfigError(problem) from None
 
     def read_one(
-        self, name: str, version: str = "", override: Proto | None = None
+        self, name: str, version: str = "", override: Proto | None = None, config_name: str = ""
     ) -> RepositoryScan:
         """Read one of `names()`, or only one version of it, with `override` instead of each
         config.pbtxt; NotFound for others. The names are compared, never used as paths."""
         if self.kind not in BACKENDS and self.kind is not ModelKind.FACTORY:
             self._check_served()
-            return layout.read_one(self.path, name, version, override)
+            return layout.read_one(self.path, name, version, override, config_name)
         if override is not None:
             raise InvalidRequest(f"{name}: {layout.NOT_OVERRIDDEN}")
         if name != self.name:

@@ -35,6 +35,7 @@ from penstock.config import (
     ModelConfig,
     Preprocess,
     QueuePolicy,
+    RateLimit,
     Warmup,
 )
 from penstock.errors import ConfigError, InvalidRequest, first_line
@@ -48,6 +49,7 @@ from penstock.repository import (
     pbtxt_decoupled,
     pbtxt_fields,
     pbtxt_metrics,
+    pbtxt_rate,
     pbtxt_sequences,
     pbtxt_views,
     pbtxt_warmup,
@@ -300,6 +302,9 @@ def _describe_instances(groups: Proto, config: ModelConfig) -> None:
     said = [device for group in groups for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
         return
+    if config.rate_limits and not groups:
+        pbtxt_rate.describe(groups, config)
+        return
     first = groups[0] if groups else groups.add()
     del groups[1:]
     for number, (device, count) in enumerate(Counter(config.devices).items()):
@@ -422,6 +427,7 @@ class _Resolver:
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
             postprocess=reader.postprocess(),
+            rate_limits=self._rate_limits(backend),
             file=message.default_model_filename,
             options=parameters.options_of(options),
             batch_inputs=pbtxt_views.read_batch_inputs(message.batch_input, inputs, self._problem),
@@ -798,6 +804,13 @@ class _Resolver:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
             return [CPU]
         return [device for group in groups for device in _devices(group, backend)]
+
+    def _rate_limits(self, backend: str) -> tuple[RateLimit, ...]:
+        groups = self._message.instance_group
+        found = pbtxt_rate.read(groups, lambda each: _devices(each, backend), self._problem)
+        if found and backend != LLM:
+            self._notes.append(pbtxt_rate.NOTE)
+        return () if backend == LLM else found
 
 
 def _ineffective(config: ModelConfig, message: Proto) -> list[str]:

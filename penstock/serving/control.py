@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,20 +23,19 @@ from penstock.errors import (
     PenstockError,
     StorageFull,
 )
-from penstock.repository import layout, load_request, model_source, pbtxt, staging
+from penstock.repository import layout, load_request, pbtxt, staging
 from penstock.repository.load_request import LoadRequest
 from penstock.repository.loaded_folders import LoadedFolders
 from penstock.repository.pbtxt_fields import Proto
 from penstock.repository.python_file import local_imports
+from penstock.repository.repositories import Repositories
 from penstock.serving.catalog import Catalog, Commit
+from penstock.serving.file_watch import FileWatch, Stamps
 from penstock.types import Buffer, Parameter
 from penstock.wire.documented import IndexRow
 
 log = logging.getLogger("penstock.reload")
 INTERVAL_S = 0.5
-
-# Modification time and size of each file; None if it is missing.
-Stamps = Mapping[Path, tuple[int, int] | None]
 
 
 @dataclass(eq=False)
@@ -49,14 +49,23 @@ class Control:
     allows_hard_links: bool = False
     # What administrators may send with a load.
     allowed: LoadPermissions = LoadPermissions()
+    # Further repositories, and the name of the configurations that are used there.
+    others: tuple[str, ...] = ()
+    config_name: str = ""
+    is_polling: bool = False
     folders: LoadedFolders = field(default_factory=LoadedFolders)
     # By model. A change reads the repository and loads what it read before the next one reads.
     _changing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
+    @property
+    def sources(self) -> Repositories:
+        """Where the models are."""
+        return Repositories((self.path, *self.others), self.config_name)
+
     async def index(self, only_ready: object = False) -> list[IndexRow]:
         if not isinstance(only_ready, bool):
             raise InvalidRequest("'ready' must be true or false")
-        names = await asyncio.to_thread(lambda: model_source.resolve(self.path).names())
+        names = await asyncio.to_thread(self.sources.names)
         rows = self._catalog.index(names)
         return [each for each in rows if each.state == "READY" or not only_ready]
 
@@ -113,11 +122,12 @@ class Control:
         """Read a model with another configuration."""
         if not self.allowed.code:
             try:
-                own = layout.read_own_message(self.path, name)
+                path = self.sources.find(name)
+                own = layout.read_own_message(path, name, self.config_name)
             except ConfigError:
                 own = None
             load_request.check_settings(config, own)
-        return self._check(model_source.resolve(self.path).read_one(name, override=config))
+        return self._check(self.sources.read_one(name, override=config))
 
     async def _load_found(self, name: str, found: layout.RepositoryScan) -> None:
         await self._catalog.load(found)
@@ -156,7 +166,7 @@ class Control:
         return found.only(self.path, version, "")
 
     def _read(self, name: str, version: str = "") -> layout.RepositoryScan:
-        return self._check(model_source.resolve(self.path).read_one(name, version))
+        return self._check(self.sources.read_one(name, version))
 
     def _check(self, found: layout.RepositoryScan) -> layout.RepositoryScan:
         return found if self.allows_hard_links else layout.refuse_hard_links(found)
@@ -169,6 +179,10 @@ class Control:
         self.check_explicit()
         if not isinstance(with_dependents, bool):
             raise InvalidRequest("'unload_dependents' must be true or false")
+        await self.remove(name)
+
+    async def remove(self, name: str) -> None:
+        """Unload a model in any mode."""
         await self._catalog.unload(name)
 
     def close(self) -> None:
@@ -177,6 +191,11 @@ class Control:
 
     def check_explicit(self) -> None:
         """Raise NotAllowed unless changes are allowed."""
+        if self.is_polling:
+            raise NotAllowed(
+                "explicit model load / unload is not allowed if polling is enabled: change the "
+                "repository, or start the server with --model-control-mode explicit"
+            )
         if not self.is_explicit:
             raise NotAllowed(
                 "explicit model load / unload is not allowed: "
@@ -197,9 +216,7 @@ class Reloader:
         self._catalog = catalog
         self._control = control
         self._interval_s = interval_s
-        # Files of each model as they were loaded, and as they were at the last check.
-        self._loaded: dict[str, Stamps] = {}
-        self._seen: dict[str, Stamps] = {}
+        self._watch = FileWatch()
 
     async def run(self) -> None:
         while True:
@@ -225,21 +242,17 @@ class Reloader:
         """Return the models that differ from what was loaded. A change is reported once, whether it
         can be loaded or not, and when it has lasted for one interval: editors write in parts. At
         the first check, a file counts as changed if it was written after the load began."""
-        changed: list[str] = []
+        found: dict[str, Stamps] = {}
         for name, paths in models.items():
             files = {file for path in paths for file in (path, *local_imports(path))}
-            stamps = {file: _stamp(file) for file in sorted(files)}
+            found[name] = stamps = {file: stamp(file) for file in sorted(files)}
             as_loaded = {
-                file: stamp
-                for file, stamp in stamps.items()
-                if stamp is None or stamp[0] <= began_ns[name]
+                file: seen
+                for file, seen in stamps.items()
+                if seen is None or seen[0] <= began_ns[name]
             }
-            is_new = self._loaded.setdefault(name, as_loaded) != stamps
-            if is_new and self._seen.get(name) == stamps:
-                self._loaded[name] = stamps
-                changed.append(name)
-            self._seen[name] = stamps
-        return changed
+            self._watch.know(name, as_loaded)
+        return self._watch.changed(found, time.monotonic())
 
     async def _reload(self, name: str) -> None:
         log.info("%s has changed and is reloaded", name, extra={"model": name})
@@ -252,7 +265,8 @@ class Reloader:
             log.warning("%s keeps the code it had%s", name, reason, extra={"model": name})
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
+def stamp(path: Path) -> tuple[int, int] | None:
+    """Return what tells whether a file was written; None if it is missing."""
     try:
         status = path.stat()
     except OSError:

@@ -22,6 +22,7 @@ from penstock.serving.context import ModelContext
 from penstock.serving.core_link import CoreLink
 from penstock.serving.open_responses import OpenResponses, open_batch
 from penstock.serving.quarantine import PoisonGuard
+from penstock.serving.rate_limiter import UNLIMITED, BatchLimits
 from penstock.serving.recalls import Recalls
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
@@ -77,6 +78,8 @@ class Dispatcher:
         # None: no other shard has these workers, so it is known here which slots are free.
         sees_idle = context.sees_idle
         self._wants = None if sees_idle is None else Wants(queue, sees_idle, context.busy_s)
+        # Set before the first worker, if executions need resources.
+        self.limits: BatchLimits = UNLIMITED
         self._saturation = context.saturation
         self._clock = context.clock
         self._loop = asyncio.get_running_loop()
@@ -110,6 +113,7 @@ class Dispatcher:
         self._replies.log_overload_end()
 
     def close(self) -> None:
+        self.limits.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -176,14 +180,17 @@ class Dispatcher:
             workers = self.workers if self._wants is None else self._wants.in_order(self.workers)
             for worker in workers:
                 while len(worker.batches) <= num_others and self._takes_batch(worker):
+                    if not self.limits.take(worker):
+                        break
                     requests = self._queue.next(now, instance=worker.index)
+                    is_sent = requests is not None and self._dispatch(worker, requests, now)
+                    self.limits.settle(worker)
                     if requests is None and self._queue.sequences is None:
                         return True
                     if requests is None:
                         # Another instance may have sequences whose requests can run.
                         has_idle = True
-                        break
-                    if not self._dispatch(worker, requests, now):
+                    if not is_sent:
                         break
         return has_idle
 
@@ -204,8 +211,12 @@ class Dispatcher:
         """Run suspects on workers without batches."""
         while self._queue.suspects and self._may_try_suspect():
             idle = [each for each in self.workers if each.is_idle and not each.batches]
-            request = self._queue.next_suspect(now) if idle else None
-            if request is None or not self._dispatch(idle[0], [request], now):
+            if not idle or not self.limits.take(idle[0]):
+                return
+            request = self._queue.next_suspect(now)
+            is_sent = request is not None and self._dispatch(idle[0], [request], now)
+            self.limits.settle(idle[0])
+            if not is_sent:
                 return
 
     def _may_try_suspect(self) -> bool:
@@ -374,6 +385,7 @@ class Dispatcher:
                 self._core.answered()
             if batch is not None:
                 worker.batches.remove(batch)
+                self.limits.settle(worker)
                 now = worker.answered_at = self._clock()
                 self._saturation.note(False, now)
                 self._queue.finished(batch.requests, now)
@@ -479,6 +491,7 @@ class Dispatcher:
         place = self.workers[died.index]
         self._queue.lose_instance(died.index, f"its worker {died.reason}")
         batches, place.batches, place.returned = [*place.batches, *place.returned], [], []
+        self.limits.settle(place)
         self._saturation.note(not any(each.is_idle for each in self.workers), self._clock())
         self._lost[died.life] = died, batches
         started = [batch for batch in batches if batch.is_started]

@@ -31,6 +31,7 @@ from penstock.serving.model_host import DirectLink, ModelHost
 from penstock.serving.plan import Planner, slab_bytes
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.quotas import QueueShares, Quotas
+from penstock.serving.rate_limiter import RateLimiter
 from penstock.serving.readiness import Readiness, State
 from penstock.serving.replies import Replies, has_ended
 from penstock.serving.request_memory import RequestMemory
@@ -112,6 +113,10 @@ class Model:
         self.cache: AnswerCache | None = None
         # What only one part does, as `Served` promises it.
         self.refused = replies.refused
+
+    def limit_rate(self, limiter: RateLimiter) -> None:
+        """Execute only with the resources that the instances need; before any worker is started."""
+        self._dispatcher.limits = limiter.open(self.config, self._dispatcher.pump)
 
     @property
     def state(self) -> State:

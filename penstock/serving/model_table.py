@@ -12,6 +12,7 @@ from penstock.repository.layout import listed
 from penstock.serving.caches import Caches
 from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
+from penstock.serving.rate_limiter import RateLimiter
 from penstock.serving.regions import RegionTable
 from penstock.serving.request_recorder import Recorders
 from penstock.serving.served import Served
@@ -39,6 +40,8 @@ class ModelTable:
         self.recorders = Recorders()
         self.tracer = Tracer()
         self.caches = Caches()
+        # None: executions are not limited.
+        self.rate_limiter: RateLimiter | None = None
         # What is counted and shown of latencies.
         self.metrics_config = MetricsConfig()
         self._models: dict[str, dict[str, Served]] = {}

@@ -70,6 +70,7 @@ class VersionLoader:
     async def _start(self, config: ModelConfig, num_running: int | None) -> Served:
         began = time.monotonic()
         count = config.num_instances
+        config = self._limited(config)
         taken = await self._table.caches.read(config)
         if taken is not None:
             config = replace(config, fingerprint=taken.text)
@@ -105,6 +106,16 @@ class VersionLoader:
             text = ", ".join(f"{key}={value}" for key, value in built.items())
             log_about(log, logging.INFO, config, " was built with %s", text)
         return model
+
+    def _limited(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration without rate limits if the server has none; ConfigError if an
+        instance could never execute."""
+        limiter = self._table.rate_limiter
+        if limiter is None:
+            return replace(config, rate_limits=())
+        if config.rate_limits:
+            limiter.check(config)
+        return config
 
     async def _hold(self, model: Served) -> None:
         """Keep other processes from removing the files of a version."""
@@ -145,6 +156,10 @@ class VersionLoader:
             )
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
+        if self._table.rate_limiter is not None and config.rate_limits:
+            # The step before a network needs nothing.
+            network = model.models[-1] if isinstance(model, StagePipeline) else model
+            network.limit_rate(self._table.rate_limiter)
         if self._shards is not None:
             # They keep the answers to what they hand over.
             return OwnedModel(config, self._shards, model)

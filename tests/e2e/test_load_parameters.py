@@ -1,6 +1,8 @@
 """Loads with a configuration and files, as tritonclient sends them over HTTP and gRPC."""
 
+import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from load import Load, Tally
 from served import EXAMPLES, Served
 from tritonclient.utils import InferenceServerException
+from waiting import wait_until
 
 ONNX = (EXAMPLES / "identity" / "1" / "model.onnx").read_bytes()
 PLAIN = json.dumps({"backend": "onnxruntime", "max_batch_size": 4})
@@ -53,16 +57,27 @@ def protocol(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(protocol: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def temporary(protocol: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("temporary")
+
+
+@pytest.fixture(scope="module")
+def served(
+    protocol: str, temporary: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("served")
     shutil.copytree(EXAMPLES / "identity", root / "repository" / "identity")
     flags = ["--model-control-mode", "explicit", "--load-model", "identity", "--allow-load-files"]
     flags += ["--shards", protocol.split()[1], "--max-json-bytes", "2048"]
-    (root / "tmp").mkdir()
-    environment = {"TMPDIR": str(root / "tmp")}
+    environment = {"TMPDIR": str(temporary)}
     with Served(root / "repository", *flags, grpc=True, environment=environment) as running:
         yield running
-    assert [each for each in (root / "tmp").rglob("*") if each.is_file()] == []
+    assert files_below(temporary) == []
+
+
+def files_below(folder: Path) -> list[str]:
+    """Name all files; folders may vanish meanwhile."""
+    return sorted(name for _, _, names in os.walk(folder) for name in names)
 
 
 @pytest.fixture
@@ -83,17 +98,19 @@ def test_a_configuration_lasts_until_the_next_load(client):
     assert client.config("identity") == shown
 
 
-def test_a_model_can_come_with_its_files(client):
+def test_a_model_can_come_with_its_files(client, temporary):
     large = {"file:7/model.onnx": ONNX, "file:7/other.bin": bytes(3 << 20)}
     client.load("sent", config=PLAIN, files=large)
     assert client.versions("sent") == ["7"]
     assert client.answer("sent")[0, 3] == 3
     client.load("sent", config=PLAIN, files={"file:8/model.onnx": ONNX})
     assert client.versions("sent") == ["8"]
+    wait_until(lambda: files_below(temporary) == ["config.pbtxt", "model.onnx"])
     client.unload("sent", unload_dependents=True)
     with pytest.raises(InferenceServerException, match="not found"):
         client.answer("sent")
     assert "no such model" in client.refusal("sent"), "the files were not kept"
+    wait_until(lambda: files_below(temporary) == [])
 
 
 def test_files_replace_all_of_a_model_until_the_next_load(client):
@@ -112,6 +129,29 @@ def test_a_failed_load_keeps_what_is_served(client, served):
     assert served.status("/v2/health/ready") == 200
 
 
+def test_changes_under_load_lose_no_request(served):
+    counts = []
+
+    def change() -> None:
+        with httpclient.InferenceServerClient(served.address) as client:
+            for count in (2, 1):
+                groups = [{"count": count, "kind": "KIND_CPU"}]
+                config = {"max_batch_size": 4, "instance_group": groups}
+                client.load_model("identity", config=json.dumps(config))
+                counts.append(client.get_model_config("identity")["instance_group"][0]["count"])
+            client.load_model("identity", config=PLAIN, files={"file:3/model.onnx": ONNX})
+            client.load_model("identity")
+
+    async def scenario() -> Tally:
+        async with Load(served.port, 4) as load:
+            await asyncio.to_thread(change)
+        return load.tally
+
+    tally = asyncio.run(scenario())
+    assert counts == [2, 1]
+    assert tally.num_wrong == tally.num_cut == 0 and set(tally.statuses) == {200}
+
+
 def test_what_is_not_allowed_is_refused(client):
     for name in ("file:../model.onnx", "file:1/../../../x.onnx", "file:/etc/x.onnx"):
         assert "expected 'file:<version>/<name>'" in client.refusal(
@@ -125,6 +165,21 @@ def test_what_is_not_allowed_is_refused(client):
     assert "--allow-load-code" in client.refusal("identity", config=runs, files=data)
     assert "need 'config'" in client.refusal("identity", files={"file:1/model.onnx": ONNX})
     assert client.answer("identity")[0, 3] == 3
+
+
+def test_code_is_run_where_the_operator_allows_it(tmp_path: Path):
+    code = b"from scale import FACTOR\n\ndef f(x: int) -> int:\n    return x * FACTOR\n"
+    files = {"file:1/model.py": code, "file:1/scale.py": b"FACTOR = 3\n"}
+    flags = ("--model-control-mode", "explicit", "--allow-load-files", "--allow-load-code")
+    with (
+        Served(tmp_path, *flags) as running,
+        httpclient.InferenceServerClient(running.address) as client,
+    ):
+        client.load_model("scales", config='{"backend": "python"}', files=files)
+        tensor = httpclient.InferInput("x", [1], "INT64")
+        tensor.set_data_from_numpy(np.array([5]))
+        output = client.get_model_metadata("scales")["outputs"][0]["name"]
+        assert client.infer("scales", [tensor]).as_numpy(output).tolist() == [15]
 
 
 def test_an_upload_over_the_limit_is_refused(served):

@@ -247,3 +247,29 @@ def test_without_the_flag_the_model_is_served_and_the_log_says_so(tmp_path: Path
         stats = json.loads(server.get("/v2/models/classes/stats")[1])["model_stats"][0]
         assert stats["execution_count"] == 2
         assert "nv_cache" not in server.get("/metrics")[1].decode()
+
+
+def test_all_keys_get_the_same_answer_and_hits_count_against_their_rate(tmp_path: Path):
+    slow, free = "0123456789abcdef", "fedcba9876543210"
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        f'[[key]]\nsecret = "{slow}"\nscopes = ["infer"]\nrequests_per_s = 0.01\n'
+        f'[[key]]\nsecret = "{free}"\nscopes = ["infer"]\n'
+    )
+    counter(tmp_path / "models")
+    flags = ("--cache-config", f"local,size={SIZE}", "--api-keys", str(keys))
+    with (
+        Served(tmp_path / "models", *flags) as server,
+        http_client.InferenceServerClient(server.address) as client,
+    ):
+        given = http_client.InferInput("x", [1], "INT64")
+        given.set_data_from_numpy(np.array([1], np.int64))
+
+        def ask(key: str) -> list:
+            answer = client.infer("counter", [given], headers={"X-API-Key": key})
+            return answer.as_numpy("y").tolist()
+
+        # The second key has its one request in 100 s from the cache.
+        assert ask(free) == ask(slow) == ask(free)
+        with pytest.raises(InferenceServerException, match="429"):
+            ask(slow)

@@ -95,6 +95,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     add(root, "slots", SLOTS_CONFIG % MINUTE_US, SLOTS)
     add(root, "brief", SLOTS_CONFIG % 50_000, SLOTS)
     add(root, "state", STATE_CONFIG, STATE)
+    direct = STATE_CONFIG.replace("oldest { max_candidate_sequences: 3 max", "direct { max")
+    add(root, "rows", direct, STATE)
     with Served(root, "--shards", request.param, grpc=True) as server:
         yield server
 
@@ -178,14 +180,15 @@ def test_bad_requests_are_told_why_and_disturb_no_sequence(client):
     assert "must specify the START flag" in refusal(client, "slots", 5, 1)
 
 
-def test_a_stream_of_many_sequences_answers_each_in_order(grpc):
+@pytest.mark.parametrize("model", ["state", "rows"])
+def test_a_stream_of_many_sequences_answers_each_in_order(grpc, model: str):
     answers: queue.SimpleQueue = queue.SimpleQueue()
     grpc.start_stream(lambda result, error: answers.put((result, error)))
     ids = [f"stream {number}" for number in range(1, 9)]
     for step in range(1, 6):
         for number, id in enumerate(ids, 1):
             grpc.async_stream_infer(
-                "state",
+                model,
                 [tensor(grpc, number * step)],
                 sequence_id=id,
                 sequence_start=step == 1,

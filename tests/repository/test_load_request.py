@@ -109,6 +109,11 @@ def test_code_needs_the_operator_to_allow_it(name):
         '{"platform": "tensorrt_plan", "default_model_filename": "weights.bin"}',
         '{"platform": "pytorch_libtorch", "default_model_filename": "weights.bin"}',
         '{"default_model_filename": "weights.bin"}',
+        '{"backend": "pytorch", "cc_model_filenames": {"9.0": "weights.bin"}}',
+        '{"cc_model_filenames": {"9.0": "weights.bin"}}',
+        '{"model_operations": {"op_library_filename": ["weights.bin"]}}',
+        '{"optimization": {"execution_accelerators": {"gpu_execution_accelerator": [{"name": '
+        '"tensorrt", "parameters": {"trt_extra_plugin_lib_paths": "/tmp/x"}}]}}}',
         '{"parameters": {"session.x": {"string_value": "y"}}}',
         '{"parameters": {"provider_options.T.lib": {"string_value": "/tmp/x.so"}}}',
     ],
@@ -123,6 +128,13 @@ def test_a_configuration_chooses_no_code_that_the_repository_does_not():
         'backend: "python" parameters { key: "providers" value { string_value: "a" }}'
     )
     check_settings(own, own)
+    accelerated = pbtxt.parse(
+        "optimization { execution_accelerators { gpu_execution_accelerator { "
+        'name: "tensorrt" parameters { key: "trt_x" value: "y" } } } }'
+    )
+    check_settings(accelerated, accelerated)
+    with pytest.raises(NotAllowed, match="execution_accelerators"):
+        check_settings(accelerated, own)
     for text, why in (
         ('backend: "python" default_model_filename: "labels.txt"', "may be run as code"),
         ('default_model_filename: "labels.txt"', "may be run as code"),

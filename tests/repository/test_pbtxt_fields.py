@@ -41,6 +41,7 @@ CONTROL = SEQUENCES % 'control_input { name: "c" control { kind: CONTROL_SEQUENC
 STATE = SEQUENCES % 'state { input_name: "i" output_name: "o" data_type: TYPE_INT32 dims: -1 %s }'
 INITIAL = STATE % "initial_state { data_type: TYPE_INT32 dims: %s }"
 # For each field that is read: what it is set beside, and a value that changes something.
+LIMITED = 'instance_group { rate_limiter { resources { name: "R" count: 3 } } }'
 READ = {
     "name": ("", 'name: "other"'),
     "platform": ("", 'platform: "tensorrt_plan"'),
@@ -104,6 +105,18 @@ READ = {
     "parameters.string_value": ("", 'parameters { key: "k" value { string_value: "v" } }'),
     "model_transaction_policy.decoupled": ("", "model_transaction_policy { decoupled: true }"),
     "response_cache.enable": ("", "response_cache { enable: true }"),
+    "instance_group.rate_limiter.priority": (
+        LIMITED,
+        LIMITED.replace("rate_limiter {", "rate_limiter { priority: 2"),
+    ),
+    **{
+        f"instance_group.rate_limiter.resources.{name}": (LIMITED, LIMITED.replace(old, new))
+        for name, old, new in (
+            ("name", '"R"', '"S"'),
+            ("count", "count: 3", "count: 4"),
+            ("global", "count", "global: true count"),
+        )
+    },
     **{f"model_metrics.metric_control.{name}": ("", BUCKETS) for name in BUCKET_FIELDS},
     "model_warmup.name": (WARMUP % ("zero_data: true", ""), 'model_warmup { name: "v" }'),
     "model_warmup.batch_size": ("", WARMUP % ("zero_data: true", "batch_size: 3")),
@@ -301,8 +314,8 @@ def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path):
     ("text", "warning"),
     [
         (
-            "instance_group { } instance_group { rate_limiter { priority: 2 } }",
-            "instance_group[1].rate_limiter: has no effect; every idle instance",
+            "instance_group { } instance_group { passive: true }",
+            "instance_group[1].passive: has no effect; every instance",
         ),
         ('cc_model_filenames { key: "8.0" value: "a" }', "cc_model_filenames: has no effect"),
         ('instance_group { host_policy: "numa" }', "instance_group[0].host_policy: "),

@@ -2,13 +2,10 @@
 and nothing of it runs after a request or a worker of it was lost."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from doubles import RecordingSink
-from example_counts import at_most
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.config import BatchPolicy, ModelConfig, SequenceControl, SequencePolicy
 from penstock.errors import BackendFailed, InvalidRequest, Overloaded
@@ -114,6 +111,16 @@ def test_requests_of_a_sequence_run_one_by_one_and_those_of_others_beside_them()
     batcher.finished([first, other], 0.0)
     assert batcher.next_of(0, 0.0) == [second]
     assert second.ticket.slot == 0
+
+
+def test_a_request_that_comes_while_another_of_its_sequence_runs_waits():
+    batcher = opened()
+    first = add(batcher, 1, "s")
+    assert batcher.next_of(0, 0.0) == [first]
+    second = add(batcher, 1)
+    assert batcher.next_of(0, 0.0) is None
+    batcher.finished([first], 0.0)
+    assert batcher.next_of(0, 0.0) == [second]
 
 
 def test_a_sequence_waits_in_line_for_a_slot_and_the_end_of_another_frees_it():
@@ -273,13 +280,11 @@ def test_a_drain_ends_idle_sequences_so_that_those_in_line_run():
     assert batcher.table.num_live == 0
 
 
-class Sequences(RuleBasedStateMachine):
+class Sequences:
     """Random clients, batches, deaths and cancels."""
 
-    config = DIRECT
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
         self.now = 0.0
         self.batcher = opened(self.config, 2)
         self.lives = {0: 0, 1: 0}
@@ -307,7 +312,6 @@ class Sequences(RuleBasedStateMachine):
     def collect_broken(self) -> None:
         self.forget([request for request, _ in self.batcher.take_broken()])
 
-    @rule(id=st.integers(1, 5), flags=st.sampled_from(["", "", "", "s", "e", "se"]))
     def arrive(self, id: int, flags: str) -> None:
         self.now += 0.01
         request = make(id, flags, self.now)
@@ -320,7 +324,6 @@ class Sequences(RuleBasedStateMachine):
             self.num_starts[id] += "s" in flags
             self.turns[request] = (id, self.num_starts[id]), len(self.turns)
 
-    @rule(instance=st.integers(0, 1))
     def run(self, instance: int) -> None:
         if instance not in self.running:
             assert self.batcher.next_of(instance, self.now) is None
@@ -343,7 +346,6 @@ class Sequences(RuleBasedStateMachine):
             self.ran.add(request)
         self.running[instance] += batch
 
-    @rule(instance=st.integers(0, 1), is_first=st.booleans())
     def finish(self, instance: int, is_first: bool) -> None:
         running = self.running.get(instance, [])
         done = running[:1] if is_first else running[:]
@@ -353,7 +355,6 @@ class Sequences(RuleBasedStateMachine):
                 self.states.pop(self.id(request), None)
         self.batcher.finished(done, self.now)
 
-    @rule(instance=st.integers(0, 1))
     def lose_or_open(self, instance: int) -> None:
         if instance not in self.running:
             self.running[instance] = []
@@ -364,7 +365,6 @@ class Sequences(RuleBasedStateMachine):
         self.collect_broken()
         self.batcher.finished(self.running.pop(instance), self.now)
 
-    @rule(index=st.integers(0, 20))
     def cancel(self, index: int) -> None:
         if self.waiting:
             request = self.waiting[index % len(self.waiting)]
@@ -372,25 +372,22 @@ class Sequences(RuleBasedStateMachine):
             self.forget([request])
             self.collect_broken()
 
-    @rule(instance=st.integers(0, 1))
     def find_no_memory(self, instance: int) -> None:
         batch = self.batcher.next_of(instance, self.now)
         if batch:
             self.batcher.put_back(batch, None)
 
-    @rule(seconds=st.floats(0, 2 * IDLE_S))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.batcher.expire(self.now)
 
-    @invariant()
     def counts_are_right(self) -> None:
         assert self.batcher.num_queued == len(self.waiting)
         assert set(self.batcher.requests()) == set(self.waiting)
         assert 0 <= self.batcher.table.num_live <= self.batcher.table.num_slots
         assert not self.batcher.broken
 
-    def teardown(self) -> None:
+    def end(self) -> None:
         """In the end, all that waits runs, and every sequence ends."""
         for instance in (0, 1):
             if instance not in self.running:
@@ -407,12 +404,22 @@ class Sequences(RuleBasedStateMachine):
         assert self.batcher.table.num_live == self.batcher.table.num_in_line == 0
 
 
-class OldestSequences(Sequences):
-    config = OLDEST
-
-
-TestDirect = Sequences.TestCase
-TestOldest = OldestSequences.TestCase
-TestDirect.settings = TestOldest.settings = settings(
-    max_examples=at_most(60), stateful_step_count=40, deadline=None
-)
+@pytest.mark.parametrize("config", [DIRECT, OLDEST], ids=["direct", "oldest"])
+@pytest.mark.parametrize("seed", range(40))
+def test_laws_hold_whatever_clients_and_workers_do(config: ModelConfig, seed: int):
+    random = Random(seed)
+    world = Sequences(config)
+    flags = ["", "", "", "s", "s", "e", "se"]
+    actions = [
+        lambda: world.arrive(random.randint(1, 5), random.choice(flags)),
+        lambda: world.run(random.randint(0, 1)),
+        lambda: world.finish(random.randint(0, 1), is_first=random.random() < 0.5),
+        lambda: world.lose_or_open(random.randint(0, 1)),
+        lambda: world.cancel(random.randint(0, 20)),
+        lambda: world.find_no_memory(random.randint(0, 1)),
+        lambda: world.wait(random.uniform(0, 2 * IDLE_S)),
+    ]
+    for action in random.choices(actions, [8, 5, 5, 0.5, 0.5, 1, 0.5], k=400):
+        action()
+        world.counts_are_right()
+    world.end()
