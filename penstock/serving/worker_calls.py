@@ -104,6 +104,8 @@ class WorkerCalls:
         with self._lock:
             self._channels[link] = channel
             self._poll.register(channel.fileno(), select.EPOLLIN)
+        # For code that runs for no batch.
+        model_calls.use(BatchCalls(self, ()))
 
     def detach(self, link: int) -> None:
         """Forget a shard that is gone. If there is a thread, it hears of that itself: descriptors

@@ -68,6 +68,11 @@ def test_a_call_goes_to_the_shard_of_its_batch_and_its_answer_comes_back(shards:
     assert [each.is_final for each in found] == [False, True]
 
 
+def test_code_that_runs_for_no_batch_calls_through_any_shard(shards: Shards):
+    find_line().start(CALL, lambda answer: None)
+    assert shards.read(1).batch == 0
+
+
 def test_threads_get_their_own_answers(shards: Shards):
     found: dict[int, int] = {}
 
