@@ -411,9 +411,8 @@ class _Resolver:
             self._check_image(preprocess, inputs)
         padding = reader.padding(preprocess.inputs if preprocess else inputs)
         batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
-        if not inputs:
-            # Without inputs the number of rows of a batch is undefined.
-            batching = replace(batching, is_dynamic=False)
+        # Without inputs the number of rows of a batch is undefined.
+        batching = replace(batching, is_dynamic=batching.is_dynamic and bool(inputs))
         config = ModelConfig(
             name=self._name,
             version=self._folder.name,
