@@ -300,6 +300,30 @@ class RecordPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Restriction:
+    """A header that messages need: its name in lower case, and its secret value."""
+
+    header: bytes
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Restrictions:
+    """Restricted categories of routes and methods (Triton's `--http-restricted-api`)."""
+
+    http: Mapping[str, Restriction] = field(default_factory=dict)
+    grpc: Mapping[str, Restriction] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderPatterns:
+    """Which headers become parameters of requests; empty: none."""
+
+    http: str = ""
+    grpc: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TraceConfig:
     """How requests are traced at start (Triton's `--trace-config`), and where traces go. Only the
     levels, rate, count and log frequency can be changed later."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.rate_options import read_resources
+from penstock.api.restriction_options import GRPC_FLAG, HTTP_FLAG, read_restrictions
 from penstock.api.serve_options import ServeOptions
 from penstock.api.trace_options import read_trace_config
 from penstock.config import LLM, ModelConfig, TlsConfig
@@ -55,6 +56,7 @@ from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control, Reloader
 from penstock.serving.fleet import Fleet
+from penstock.serving.header_forwarding import make_forwarding, pattern_problem
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.polling import Poller
@@ -170,6 +172,7 @@ class Server:
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
         self.catalog.metrics_config = options.shown_metrics
+        self.catalog.forwarding = make_forwarding(options.header_patterns)
         self.catalog.rate_limiter = options.rate_limiter
         self.catalog.caches.divide(options.cache, self.shard_choice.number)
         control = Control(
@@ -430,6 +433,7 @@ class Server:
                 record_folder=str(self.catalog.recorders.folder or ""),
                 num_shards=self.shard_choice.number,
                 metrics=options.shown_metrics,
+                header_patterns=options.header_patterns,
                 cache=options.cache,
             )
             spec = shard_spec(opening, listeners, self._gate)
@@ -465,10 +469,25 @@ def check(options: ServeOptions) -> None:
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     problems += read_metrics_config(options.metrics_config)[1]
     problems += read_trace_config(options.trace_config)[1]
+    problems += restriction_problems(options)
     problems += read_cache_config(options.cache_config)[1]
     problems += read_resources(options.rate_limit, options.rate_limit_resource)[1]
     if problems:
         raise CommandLineError(problems)
+
+
+def restriction_problems(options: ServeOptions) -> list[str]:
+    """Return what is wrong with restricted protocols and patterns of headers."""
+    problems = read_restrictions(options.http_restricted_api, HTTP_FLAG)[1]
+    problems += read_restrictions(options.grpc_restricted_protocol, GRPC_FLAG)[1]
+    patterns = {
+        "--http-header-forward-pattern": options.http_header_forward_pattern,
+        "--grpc-header-forward-pattern": options.grpc_header_forward_pattern,
+    }
+    for flag, pattern in patterns.items():
+        if problem := pattern_problem(pattern):
+            problems.append(f"{flag} '{pattern[:100]}': {problem}")
+    return problems
 
 
 def check_ports(options: ServeOptions) -> None:
@@ -564,7 +583,8 @@ def is_loopback(host: str) -> bool:
 def make_gate(options: ServeOptions, key_file: KeyFile | None) -> Gate:
     keys = None if key_file is None else key_file.read()
     hosts = LOOPBACK_HOSTS | {host.lower() for host in (options.host, *options.allow_host)}
-    return Gate(keys, frozenset(hosts) if is_loopback(options.host) else None)
+    known_hosts = frozenset(hosts) if is_loopback(options.host) else None
+    return Gate(keys, known_hosts, options.restrictions)
 
 
 async def serve(

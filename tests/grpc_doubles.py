@@ -19,6 +19,7 @@ from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.infer_grpc import InferRpcs, Take, take_always
 from penstock.protocols.v2_grpc import GrpcService
+from penstock.serving.header_forwarding import HeaderForwarding
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementCall
 from penstock.serving.tracer import Tracer
@@ -45,6 +46,7 @@ class Core:
         self.asked: list[tuple[str, str, Mapping[str, Any]]] = []
         self.splits: dict[str, object] = {}
         self.tracer = Tracer()
+        self.forwarding: dict[str, HeaderForwarding] = {}
         self.counted: list[str] = []
         self.refused: list[PenstockError] = []
         self.catalog = self

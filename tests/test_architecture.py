@@ -331,6 +331,7 @@ WITHOUT_OWN_TEST = {
     "protocols/whole_answers.py": "tests/protocols/test_openai_http.py and test_generate_http.py",
     "protocols/tokenize_http.py": "tests/protocols/test_openai_http.py asks for tokens",
     "protocols/key_file.py": "tests/protocols/test_gate.py reads files with it",
+    "protocols/reflection_grpc.py": "tests/e2e/test_access_flags.py asks it as grpcurl does",
     "protocols/route.py": "tests/protocols/test_route_table.py finds every row",
     "wire/live.py": "values only; tests/dashboard/test_live_sampler.py decodes them",
     "wire/statuses.py": "tests/protocols/test_v2_http.py and test_v2_grpc.py meet each of them",

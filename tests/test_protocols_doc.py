@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from penstock.protocols.route_table import MISSING, ROUTES, RPC_ROUTES
+from penstock.protocols.route_table import ROUTES, RPC_ROUTES
 from penstock.repository import pbtxt
 
 TEXT = (Path(__file__).parents[1] / "docs" / "protocols.md").read_text()
@@ -27,12 +27,6 @@ def test_routes_of_openai_are_named():
             assert f"`{route.path.removesuffix('/{name:path}')}`" in TEXT
 
 
-def test_paths_that_are_missing_are_those_that_refuse():
-    documented = {path for _, path, _, state in ROWS if state == "no"}
-    refused = {route.path for route in ROUTES if route.handler in MISSING}
-    assert documented == {path for path in refused if "/versions/" not in path}
-
-
 def test_every_rpc_is_in_the_table_with_its_scope():
     documented = {
         name: scope
@@ -42,15 +36,6 @@ def test_every_rpc_is_in_the_table_with_its_scope():
     }
     there = {path.rpartition("/")[2]: route.scope for path, route in RPC_ROUTES.items()}
     assert documented == there
-
-
-def test_rpcs_that_are_missing_are_those_that_refuse():
-    missing = {
-        path.rpartition("/")[2] for path, route in RPC_ROUTES.items() if route.handler in MISSING
-    }
-    for names, _, state in RPC_ROWS:
-        is_missing = not missing.isdisjoint(re.findall(r"`([^`]+)`", names))
-        assert (state == "no") == is_missing
 
 
 def test_refused_fields_are_named():

@@ -34,6 +34,7 @@ from penstock.server import check_quotas, make_text_model
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control, Reloader
 from penstock.serving.fleet import Fleet
+from penstock.serving.header_forwarding import make_forwarding
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.polling import Poller
@@ -55,10 +56,11 @@ class EmbeddedServer:
         self._key_file = KeyFile(Path(options.api_keys)) if options.api_keys else None
         keys = None if self._key_file is None else self._key_file.read()
         hosts = frozenset(host.lower() for host in options.allow_host)
-        self.gate = gate = Gate(keys, hosts or None)
+        self.gate = gate = Gate(keys, hosts or None, options.restrictions)
         fleet = Fleet(options.gpu_memory_reserve)
         self.catalog = Catalog(fleet=fleet, makers={LLM: make_text_model})
         self.catalog.regions.is_allowed = options.shared_memory
+        self.catalog.forwarding = make_forwarding(options.header_patterns)
         if keys is not None:
             self.catalog.quotas.replace(keys.quotas)
         self.lifecycle = Lifecycle(is_loading=True)

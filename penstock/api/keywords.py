@@ -37,6 +37,10 @@ class ServeKeywords(TypedDict, total=False):
     tls_key: PathText
     tls_client_ca: PathText
     allow_host: Sequence[str]
+    http_restricted_api: Sequence[str]
+    grpc_restricted_protocol: Sequence[str]
+    http_header_forward_pattern: str
+    grpc_header_forward_pattern: str
     shared_memory: bool
     allow_load_files: bool
     allow_load_code: bool

@@ -8,14 +8,22 @@ from penstock.api.cache_options import read_cache_config
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
 from penstock.api.rate_options import EXECUTION_COUNT, MODES, read_resources
+from penstock.api.restriction_options import (
+    GRPC_FLAG,
+    GRPC_PREFIX,
+    HTTP_FLAG,
+    read_restrictions,
+)
 from penstock.api.trace_options import read_trace_config
 from penstock.config import (
     GPU_MEMORY_RESERVE,
     CacheConfig,
     GrpcConfig,
+    HeaderPatterns,
     HttpLimits,
     LoadPermissions,
     MetricsConfig,
+    Restrictions,
     TlsConfig,
     TraceConfig,
 )
@@ -170,6 +178,32 @@ class ServeOptions:
         value=(),
         metavar="NAME",
     )
+    http_restricted_api: tuple[str, ...] = security_flag(
+        "Categories of HTTP routes that need a secret header",
+        "As in Triton: health, metadata, inference, shared-memory, model-config, model-repository, "
+        "statistics, trace, logging. Give it where clients of Triton send such headers; --api-keys "
+        "keeps secrets off the command line. Repeatable.",
+        value=(),
+        metavar="CATEGORY,...:KEY=VALUE",
+    )
+    grpc_restricted_protocol: tuple[str, ...] = security_flag(
+        "Categories of gRPC methods that need a secret",
+        "As --http-restricted-api; the metadata is triton-grpc-protocol-KEY. Give both to restrict "
+        "both protocols. Repeatable.",
+        value=(),
+        metavar="CATEGORY,...:KEY=VALUE",
+    )
+    http_header_forward_pattern: str = security_flag(
+        "Regular expression of HTTP headers for models",
+        "Headers whose name it finds become parameters of the request, which Python models see. "
+        "Give it where models need to know the tenant or the user.",
+        **text("REGEX", "no headers"),
+    )
+    grpc_header_forward_pattern: str = security_flag(
+        "Regular expression of gRPC metadata for models",
+        "As --http-header-forward-pattern. Give both for clients of both protocols.",
+        **text("REGEX", "no metadata"),
+    )
     shared_memory: bool = security_flag(
         "Let clients on this machine share memory with it",
         "Switch it on when clients send large tensors from the same machine: they register memory "
@@ -315,6 +349,16 @@ class ServeOptions:
     @property
     def shown_metrics(self) -> MetricsConfig:
         return read_metrics_config(self.metrics_config, self.metrics_interval_ms)[0]
+
+    @property
+    def restrictions(self) -> Restrictions:
+        http = read_restrictions(self.http_restricted_api, HTTP_FLAG)[0]
+        grpc = read_restrictions(self.grpc_restricted_protocol, GRPC_FLAG, GRPC_PREFIX)[0]
+        return Restrictions(http, grpc)
+
+    @property
+    def header_patterns(self) -> HeaderPatterns:
+        return HeaderPatterns(self.http_header_forward_pattern, self.grpc_header_forward_pattern)
 
     @property
     def rate_limiter(self) -> RateLimiter | None:

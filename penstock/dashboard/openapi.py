@@ -13,7 +13,7 @@ import msgspec
 import penstock
 from penstock.protocols.http_errors import is_openai
 from penstock.protocols.route import Route
-from penstock.protocols.route_table import MISSING, ROUTES
+from penstock.protocols.route_table import ROUTES
 from penstock.wire.documented import ErrorAnswer, OpenAiErrorAnswer
 from penstock.wire.json_errors import JsonObject
 
@@ -54,7 +54,7 @@ RUNS_MODELS = (404, 413, 415, 422, 429, 500, 501, 503, 504)
 OF_HANDLERS = {
     **dict.fromkeys(("infer", "generate", "generate_stream"), RUNS_MODELS),
     **dict.fromkeys(("metadata", "model_ready", "config", "statistics", "explain"), (404, 503)),
-    **dict.fromkeys(MISSING, (413, 501)),
+    "logging": (413, 501),
     # Of shared memory, which may not be allowed; and there may be no GPU.
     **{route.handler: (413, 501) for route in ROUTES if route.scope == "shared_memory"},
     "trace": (404, 413, 501, 503),
@@ -147,7 +147,7 @@ def _operation(route: Route, method: str, by_type: Schemas, needs_key: bool) -> 
         content: JsonObject = {JSON: {"schema": by_type[route.body]}}
         if route.handler == "infer":
             content[BINARY] = {}
-        is_optional = route.handler in ("index", "load", "unload", "rollback", "trace")
+        is_optional = route.handler in ("index", "load", "unload", "rollback", "trace", "logging")
         operation["requestBody"] = {"required": not is_optional, "content": content}
     return operation
 
@@ -165,11 +165,9 @@ def _word(segment: str) -> str:
 
 
 def _responses(route: Route, by_type: Schemas) -> JsonObject:
-    responses: JsonObject = {}
-    if route.handler not in MISSING:
-        responses["200"] = {"description": "The answer"}
-        if content := _content(route, by_type):
-            responses["200"]["content"] = content
+    responses: JsonObject = {"200": {"description": "The answer"}}
+    if content := _content(route, by_type):
+        responses["200"]["content"] = content
     form = _OPENAI if is_openai(route.path.encode()) else _V2
     for status in _errors(route):
         responses[str(status)] = {"$ref": f"#/components/responses/{form}{status}"}

@@ -284,7 +284,8 @@ def _keys(sent: Mapping[bytes, Sequence[str]], names: Mapping[bytes, str]) -> Ke
 
 def gate_of(settings: frames.OpenShard, core: CoreClient) -> Gate:
     keys = None if settings.keys is None else _keys(settings.keys, core.key_names)
-    return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
+    hosts = None if settings.hosts is None else frozenset(settings.hosts)
+    return Gate(keys, hosts, settings.restrictions)
 
 
 async def run(

@@ -13,11 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.config import Restrictions
 from penstock.errors import InvalidRequest, NotAllowed, Unsupported
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.http_errors import WrongHead
 from penstock.protocols.http_reader import CREDENTIALS, MessageHead
+from penstock.protocols.restrictions import check_restriction
 from penstock.protocols.route import Match, Route, Scope
 from penstock.protocols.route_table import RPC_ROUTES, find
 from penstock.serving.quotas import Quota
@@ -49,6 +51,7 @@ class Gate:
 
     keys: Keys | None = None
     hosts: frozenset[str] | None = None
+    restrictions: Restrictions = field(default_factory=Restrictions)
 
     def admit(self, head: MessageHead, is_metrics_port: bool = False) -> Match:
         """Return the route of a message that may pass. Raises NotAllowed or InvalidRequest for its
@@ -73,6 +76,7 @@ class Gate:
         try:
             self.check_keys(headers, "metadata")
             self.check_scope(route.scope, headers)
+            check_restriction(self.restrictions.grpc, route, headers, "protocol")
         except REFUSALS as error:
             if route.is_audited:
                 method = path.rpartition("/")[2]
@@ -94,6 +98,7 @@ class Gate:
         if match is None:
             raise no_route(head)
         self.check_scope(match.route.scope, head.headers)
+        check_restriction(self.restrictions.http, match.route, head.headers, "API")
         methods, method = match.route.methods, head.method.decode("latin-1")
         if method not in methods:
             text = f"{short_path(head)} takes {' or '.join(methods)}, not {method}"

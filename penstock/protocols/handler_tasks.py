@@ -20,7 +20,6 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import WrongHead, reply_error
 from penstock.protocols.load_bodies import LoadParameters, read_load
 from penstock.protocols.route import Match
-from penstock.protocols.route_table import MISSING, unsupported
 from penstock.serving.management import ManagementApi, ManagementCall
 from penstock.types import Buffer, Parameter
 from penstock.wire import json_errors
@@ -28,6 +27,7 @@ from penstock.wire.documented import (
     CudaRegionBody,
     IndexBody,
     LoadBody,
+    LogSettingsBody,
     SystemRegionBody,
     TraceSettingsBody,
     UnloadBody,
@@ -149,11 +149,8 @@ def make_handlers(management: ManagementApi) -> dict[str, RouteHandler]:
     async def metrics(call: RouteCall) -> Reply:
         return Reply(await management.metrics(), content_type=METRICS)
 
-    async def refuse(call: RouteCall) -> Reply:
-        raise unsupported(call.match.route.handler)
-
     own = dict.fromkeys(management.actions, answer)
-    return {**own, **dict.fromkeys(MISSING, refuse), "metrics": metrics}
+    return {**own, "metrics": metrics}
 
 
 def decode_body(data: Buffer, schema: type[Schema]) -> Schema:
@@ -177,7 +174,7 @@ def decode_object(data: Buffer) -> JsonObject:
 def _parameters(call: RouteCall) -> Mapping[str, Parameter]:
     """Return the parameters of a management call, from its path and its JSON."""
     schema, region = call.match.route.body, call.match.region
-    if schema is TraceSettingsBody:
+    if schema in (TraceSettingsBody, LogSettingsBody):
         return _settings(call.body) if call.method == b"POST" else {}
     if schema is None:
         names = call.match.names

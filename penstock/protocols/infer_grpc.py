@@ -167,6 +167,8 @@ class InferRpcs:
         if request.uses_regions and not isinstance(model, Model):
             self._read_regions(request, model)
         target.model, target.request = model, request
+        if (forwarding := self._table.forwarding.get("grpc")) is not None:
+            forwarding.add(request, target.headers)
         if split is not None:
             split.watch(request, model)
         if self._tracer.is_on:

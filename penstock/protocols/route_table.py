@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from penstock.errors import Unsupported
 from penstock.operate.rollout_state import RolloutState
 from penstock.protocols.route import Body, Methods, Route, RouteTable, Scope
 from penstock.serving.explain import Explanation
@@ -29,10 +28,7 @@ MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
 INFERENCE = "/inference.GRPCInferenceService/"
 HEALTH = "/grpc.health.v1.Health/"
-# Handlers of features that Penstock does not have, and the subject of their errors.
-MISSING = {
-    "logging": "log settings are",
-}
+REFLECTION = "/grpc.reflection.{}.ServerReflection/ServerReflectionInfo"
 
 
 def _get(path: str, scope: Scope, handler: str, summary: str, answer: object, *rpcs: str) -> Route:
@@ -89,12 +85,14 @@ _TRACE = Route(BOTH, "/v2/trace/setting", "admin", "trace", "Trace settings",
 _SERVER = [
     *(replace(route, is_on_metrics_port=True) for route in _HEALTH),
     _get("/v2", "infer", "server_metadata", "Name, version and extensions of the server",
-         doc.ServerDescription, "ServerMetadata"),
+         doc.ServerDescription, "ServerMetadata", REFLECTION.format("v1"),
+         REFLECTION.format("v1alpha")),
     _get("/v2/", "infer", "server_metadata", "The same as /v2", doc.ServerDescription),
     _get("/v2/models/stats", "infer", "statistics", "Counts and times of requests, of all models",
          doc.StatisticsAnswer),
     replace(_TRACE, rpcs=_paths("TraceSetting")),
-    _admin(BOTH, "/v2/logging", "logging", "Log settings", "LogSettings"),
+    Route(BOTH, "/v2/logging", "admin", "logging", "Log settings", doc.LogSettingsBody,
+          doc.LogSettingsAnswer, rpcs=_paths("LogSettings")),
 ]  # fmt: skip
 _EVENTS = _post(MODEL + "/generate_stream", "generate_stream",
                 "Generate text, as a stream of events", doc.GenerateBody, None)  # fmt: skip
@@ -198,7 +196,3 @@ ROUTES: tuple[Route, ...] = (
 )
 find = RouteTable(ROUTES).find
 RPC_ROUTES: Mapping[str, Route] = {rpc: route for route in ROUTES for rpc in route.rpcs}
-
-
-def unsupported(handler: str) -> Unsupported:
-    return Unsupported(f"{MISSING[handler]} not supported by this server")

@@ -44,6 +44,7 @@ from penstock.protocols.tls import H2, HTTP_1, TlsFiles, watch
 from penstock.protocols.v2_grpc import GrpcService
 from penstock.protocols.v2_http import LocalInference, Parked, V2Http
 from penstock.serving.core_link import EngineCore, EnginePart
+from penstock.serving.header_forwarding import make_forwarding
 from penstock.serving.leases import IDLE_S
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.model_table import ModelTable
@@ -217,6 +218,7 @@ def make_shard(core: CoreClient, settings: frames.OpenShard) -> Shard:
 
     shard = Shard(core.send, core.page, settings.shard, make_text, core.parcels, HandingProcess)
     shard.table.metrics_config = settings.metrics
+    shard.table.forwarding = make_forwarding(settings.header_patterns)
     shard.table.tracer.send = lambda record: core.send(frames.Traced(record))
     shard.table.caches.divide(settings.cache, settings.num_shards)
     recorders = shard.table.recorders

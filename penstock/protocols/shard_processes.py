@@ -98,6 +98,7 @@ def shard_spec(
         segment_bytes=max(SEGMENT_BYTES, 2 * limits.max_body_bytes),
         keys=_keys(gate),
         hosts=None if gate.hosts is None else tuple(gate.hosts),
+        restrictions=gate.restrictions,
     )
     hang_s = HANG_S + limits.max_json_bytes / JSON_RATE
     return ShardSpec(opening, hang_s, listeners, key_names=_key_names(gate))

@@ -33,10 +33,11 @@ from penstock.protocols.grpc_server import GrpcServer, OpenCall
 from penstock.protocols.h2_stream import H2Stream
 from penstock.protocols.infer_grpc import InferOnce, InferRpcs
 from penstock.protocols.infer_stream import InferStream
-from penstock.protocols.route_table import HEALTH, INFERENCE, MISSING, RPC_ROUTES, unsupported
+from penstock.protocols.reflection_grpc import ReflectionCall
+from penstock.protocols.route_table import HEALTH, INFERENCE, REFLECTION, RPC_ROUTES
 from penstock.serving.management import ManagementCall
 from penstock.types import Buffer, Parameter
-from penstock.wire import health_pb, settings_pb
+from penstock.wire import health_pb, reflection_pb, settings_pb
 from penstock.wire.v2_pb import Proto, parse
 
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -59,6 +60,7 @@ class GrpcService:
 
     def __init__(self, infer: InferRpcs, manage: Manages, gate: Gate) -> None:
         self._infer = infer
+        self._reflection = reflection_pb.make_reflection()
         self._manage = manage
         self._gate = gate
         self._is_draining, self._is_stopping = asyncio.Event(), asyncio.Event()
@@ -72,6 +74,9 @@ class GrpcService:
         }
         found[INFERENCE + "ModelInfer"] = partial(InferOnce, self._infer)
         found[INFERENCE + "ModelStreamInfer"] = partial(InferStream, self._infer)
+        for version in reflection_pb.VERSIONS:
+            types = reflection_pb.request_type(version), reflection_pb.response_type(version)
+            found[REFLECTION.format(version)] = partial(ReflectionCall, self._reflection, types)
         found[HEALTH + "Check"] = partial(TaskCall, self.tasks, self._check)
         found[HEALTH + "Watch"] = partial(WatchCall, self._watches, self._watch)
         return found
@@ -163,8 +168,6 @@ class ManagementRpc:
     async def answer(self, data: Buffer, manage: Manages, caller: bytes) -> Proto:
         action = self._action
         message = parse(self._request_type, bytes(data))
-        if action in MISSING:
-            raise unsupported(action)
         asked = ManagementCall(action, *_arguments(message), caller, _files(message))
         try:
             body = await manage(asked, caller)
@@ -176,6 +179,8 @@ class ManagementRpc:
             body = b'{"%b":%b}' % (field, body)
         elif action == "trace":
             body = settings_pb.trace_answer(body)
+        elif action == "logging":
+            body = settings_pb.log_answer(body)
         elif action in REGION_LISTS:
             rows = {row["name"]: row for row in msgspec.json.decode(body)}
             body = msgspec.json.encode({"regions": rows})
@@ -284,6 +289,8 @@ def _arguments(message: Proto) -> tuple[str, str, dict[str, Parameter]]:
             return "", "", {"ready": message.ready}
         case service_pb2.TraceSettingRequest():
             return message.model_name, "", settings_pb.trace_changes(message)
+        case service_pb2.LogSettingsRequest():
+            return "", "", settings_pb.log_changes(message)
         case service_pb2.RepositoryModelLoadRequest() | service_pb2.RepositoryModelUnloadRequest():
             return message.model_name, "", _model_parameters(message)
     if isinstance(message, REGION_MESSAGES):

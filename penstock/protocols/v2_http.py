@@ -164,10 +164,8 @@ class LocalInference:
             self._read_regions(request, model, exchange)
         sink.request = request
         exchange.abandon = sink.abandon
-        if split is not None:
-            split.watch(request, model)
-        if self._tracer.is_on:
-            self._tracer.see(request, model.config, call.headers, "http")
+        if split is not None or self._tracer.is_on or self._catalog.forwarding:
+            self._note(request, model, call, split)
         if long is None or not isinstance(model, Model):
             model.submit(request)
         else:
@@ -190,6 +188,17 @@ class LocalInference:
         if split is not None and isinstance(long, TensorBody):
             model = split.confirm(long.model)
         return model, split
+
+    def _note(
+        self, request: Request, model: Served, call: InferCall, split: TrafficSplit | None
+    ) -> None:
+        """Do what only some servers do with a request before it is submitted."""
+        if (forwarding := self._catalog.forwarding.get("http")) is not None:
+            forwarding.add(request, call.headers)
+        if split is not None:
+            split.watch(request, model)
+        if self._tracer.is_on:
+            self._tracer.see(request, model.config, call.headers, "http")
 
     def _read_regions(self, request: Request, model: Served, exchange: Exchange) -> None:
         """Read the inputs that are in clients' memory, for a model that knows no regions."""

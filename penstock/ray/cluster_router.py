@@ -19,7 +19,6 @@ from penstock.protocols.http_errors import Refusal, reply_error
 from penstock.protocols.http_reader import CREDENTIALS, LongBody
 from penstock.protocols.infer_http import InferCall
 from penstock.protocols.route import Match
-from penstock.protocols.route_table import MISSING, unsupported
 from penstock.protocols.text_answers import salt_of
 from penstock.ray.cluster_messages import ClusterAnswer, ClusterCall, decode_answer, encode_call
 from penstock.ray.cluster_models import ClusterModels, ModelHandle
@@ -84,8 +83,6 @@ class ClusterRouter:
 
     def other(self, exchange: Exchange, match: Match) -> None:
         name = match.route.handler
-        if name in MISSING:
-            raise unsupported(name)
         is_change = match.route.scope == "admin" and "POST" in match.route.methods
         if (answer := self._answers.get(name)) is not None:
             self._start(exchange, answer(exchange, match))

@@ -308,7 +308,8 @@ class Catalog(ModelTable):
         }
         failures = {name: failure.problems for name, failure in self._failures.items()}
         awaited, rules = tuple(self._awaited), dict(self.rules)
-        return frames.Publish(0, models, failures, awaited, rules, self.tracer.table)
+        tracing, logging = self.tracer.table, self.log_switches
+        return frames.Publish(0, models, failures, awaited, rules, tracing, logging)
 
     async def _let_go(self, models: Sequence[Served]) -> None:
         """Retire versions that the table no longer has, once all shards know. Nothing else would

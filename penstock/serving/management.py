@@ -24,6 +24,7 @@ from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.log_settings import parse_log_changes, show_logging
 from penstock.serving.metrics import Labels
 from penstock.serving.region_registry import Kind, RegionRegistry
 from penstock.serving.scrape import (
@@ -36,12 +37,13 @@ from penstock.serving.scrape import (
 )
 from penstock.serving.served import Served
 from penstock.serving.trace_control import Traces
+from penstock.system import logs
 from penstock.types import Buffer, Parameter
 from penstock.wire.documented import ModelDescription, describe_tensors
 
 # Methods of ManagementApi that answer a call, by the names that routes and frames have for them.
 _ACTIONS = "live ready server_metadata metadata model_ready config statistics explain index load"
-ACTIONS = (*_ACTIONS.split(), "unload", "trace")
+ACTIONS = (*_ACTIONS.split(), "unload", "trace", "logging")
 EXTENSIONS = (
     "classification",
     "sequence",
@@ -54,6 +56,7 @@ EXTENSIONS = (
     "parameters",
     "statistics",
     "trace",
+    "logging",
     # The request header Penstock-Timing, whatever the server is called.
     "penstock_timing",
 )
@@ -69,7 +72,7 @@ class ManagementCall:
     model_name: str = ""
     model_version: str = ""
     # `ready` for the index, `config` for a load, `unload_dependents` for an unload; for shared
-    # memory, `region` and what is said of it; `settings` of traces, as JSON.
+    # memory, `region` and what is said of it; `settings` of traces and logs, as JSON.
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     # As in `Request.caller`.
     caller: bytes = b""
@@ -218,6 +221,17 @@ class ManagementApi:
         if call.model_name:
             self._find(call)
         return await self.traces.answer(call.model_name, call.parameters.get("settings"))
+
+    async def logging(self, call: ManagementCall) -> bytes:
+        """Answer with the log settings, after a change."""
+        given = str(call.parameters.get("settings", "{}"))
+        changed = parse_log_changes(given, self.catalog.log_switches)
+        if changed is not None:
+            self.catalog.log_switches = changed
+            logs.switch(changed)
+            if self.catalog.shards is not None:
+                await self.catalog.shards.publish()
+        return show_logging(self.catalog.log_switches)
 
     async def metrics(self) -> bytes:
         """Return the metrics as Prometheus text."""

@@ -10,6 +10,7 @@ from penstock.config import MetricsConfig
 from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import listed
 from penstock.serving.caches import Caches
+from penstock.serving.header_forwarding import HeaderForwarding
 from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
 from penstock.serving.rate_limiter import RateLimiter
@@ -18,6 +19,7 @@ from penstock.serving.request_recorder import Recorders
 from penstock.serving.served import Served
 from penstock.serving.tracer import Tracer
 from penstock.serving.traffic_split import TrafficSplit
+from penstock.system.logs import LogSwitches
 from penstock.wire.frames import SplitRule
 
 
@@ -39,6 +41,10 @@ class ModelTable:
         self.regions = RegionTable()
         self.recorders = Recorders()
         self.tracer = Tracer()
+        # Headers that become parameters, by protocol; mostly empty.
+        self.forwarding: Mapping[str, HeaderForwarding] = {}
+        # Log settings that were changed while the server runs.
+        self.log_switches: LogSwitches | None = None
         self.caches = Caches()
         # None: executions are not limited.
         self.rate_limiter: RateLimiter | None = None

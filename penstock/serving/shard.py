@@ -35,6 +35,7 @@ from penstock.serving.served import Served
 from penstock.serving.shared_page import PageElsewhere, SharedPage, num_slots, slots_of_workers
 from penstock.serving.split_counts import SplitCounts
 from penstock.serving.traffic_split import renew_split
+from penstock.system import logs
 from penstock.types import Servable
 from penstock.wire import frames
 
@@ -151,6 +152,9 @@ class ShardTable(ModelTable):
         self._awaited = set(frame.awaited)
         self._set_splits(frame.splits, models)
         self.tracer.use(frame.tracing)
+        if frame.logging is not None and frame.logging != self.log_switches:
+            self.log_switches = frame.logging
+            logs.switch(frame.logging)
 
     def _set_splits(
         self, rules: Mapping[str, frames.SplitRule], models: Mapping[int, Served]

@@ -54,6 +54,25 @@ class TraceSettings(msgspec.Struct):
     trace_file: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class LogSettingsBody(msgspec.Struct):
+    """Changes of log settings; null changes nothing."""
+
+    log_info: bool | None | msgspec.UnsetType = msgspec.UNSET
+    log_warning: bool | None | msgspec.UnsetType = msgspec.UNSET
+    log_error: bool | None | msgspec.UnsetType = msgspec.UNSET
+    log_verbose_level: int | None | msgspec.UnsetType = msgspec.UNSET
+    log_format: str | None | msgspec.UnsetType = msgspec.UNSET
+
+
+class LogSettingsAnswer(msgspec.Struct):
+    log_file: str
+    log_info: bool
+    log_warning: bool
+    log_error: bool
+    log_verbose_level: int
+    log_format: str
+
+
 class LiveAnswer(msgspec.Struct):
     live: bool
 

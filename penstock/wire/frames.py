@@ -34,11 +34,14 @@ import msgspec
 from penstock.config import (
     CacheConfig,
     GrpcConfig,
+    HeaderPatterns,
     HttpLimits,
     MetricsConfig,
     ModelConfig,
+    Restrictions,
     TlsConfig,
 )
+from penstock.system.logs import LogSwitches
 from penstock.types import Parameter, RequestedOutput
 from penstock.wire.trace_records import TraceRecord, TraceTable
 
@@ -470,6 +473,9 @@ class OpenShard(Frame, tag="open"):
     metrics: MetricsConfig = MetricsConfig()
     # The response cache, which the shards divide.
     cache: CacheConfig = CacheConfig()
+    # What messages need beside an API key, and which headers become parameters.
+    restrictions: Restrictions = Restrictions()
+    header_patterns: HeaderPatterns = HeaderPatterns()
 
 
 class NameKeys(Frame, tag="named"):
@@ -849,6 +855,8 @@ class Publish(Frame, tag="pub"):
     splits: dict[str, SplitRule] = {}
     # Which requests are traced.
     tracing: TraceTable = TraceTable()
+    # None: the log settings of the start.
+    logging: LogSwitches | None = None
 
 
 class OpenRegion(Frame, tag="opr"):

@@ -12,10 +12,11 @@ from penstock.wire.v2_pb import Proto
 UNKNOWN, SERVING, NOT_SERVING, SERVICE_UNKNOWN = range(4)
 _STATUSES = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 _PACKAGE = "grpc.health.v1"
+_NAME = "grpc/health/v1/health.proto"
 
 
 def _make_pool() -> DescriptorPool:
-    file = FileDescriptorProto(name="penstock/health.proto", package=_PACKAGE, syntax="proto3")
+    file = FileDescriptorProto(name=_NAME, package=_PACKAGE, syntax="proto3")
     request = file.message_type.add(name="HealthCheckRequest")
     one = FieldDescriptorProto.LABEL_OPTIONAL
     text, enum = FieldDescriptorProto.TYPE_STRING, FieldDescriptorProto.TYPE_ENUM
@@ -26,12 +27,21 @@ def _make_pool() -> DescriptorPool:
         status.value.add(name=name, number=number)
     kind = f".{_PACKAGE}.HealthCheckResponse.ServingStatus"
     response.field.add(name="status", number=1, label=one, type=enum, type_name=kind)
+    service = file.service.add(name="Health")
+    for name in ("Check", "Watch"):
+        service.method.add(
+            name=name,
+            input_type=f".{_PACKAGE}.HealthCheckRequest",
+            output_type=f".{_PACKAGE}.HealthCheckResponse",
+            server_streaming=name == "Watch",
+        )
     pool = DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return pool
 
 
 _pool = _make_pool()
+FILE = _pool.FindFileByName(_NAME)
 HealthCheckRequest: Proto = GetMessageClass(
     _pool.FindMessageTypeByName(f"{_PACKAGE}.HealthCheckRequest")
 )

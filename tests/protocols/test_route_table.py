@@ -28,7 +28,7 @@ from penstock.protocols.http_reader import MessageHead, normalize_path
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.infer_http import InferCall
 from penstock.protocols.route import Match
-from penstock.protocols.route_table import INFERENCE, ROUTES, RPC_ROUTES, find
+from penstock.protocols.route_table import INFERENCE, REFLECTION, ROUTES, RPC_ROUTES, find
 from penstock.protocols.v2_http import V2Http
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -129,6 +129,8 @@ RPCS = {
     f"{INFERENCE}CudaSharedMemoryUnregister": "/v2/cudasharedmemory/unregister",
     f"{INFERENCE}TraceSetting": "/v2/trace/setting",
     f"{INFERENCE}LogSettings": "/v2/logging",
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": "/v2",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "/v2",
     "/grpc.health.v1.Health/Check": "/v2/health/ready",
     "/grpc.health.v1.Health/Watch": "/v2/health/ready",
 }
@@ -154,6 +156,7 @@ def test_every_rpc_has_the_scope_of_the_route_that_does_the_same():
         *health_pb2.DESCRIPTOR.services_by_name.values(),
     ]
     there = {f"/{each.full_name}/{m.name}" for each in services for m in each.methods}
+    there |= {REFLECTION.format(version) for version in ("v1", "v1alpha")}
     assert RPCS.keys() == there
     scopes = {method: find(path.encode()).route.scope for method, path in RPCS.items()}
     assert scopes == {rpc: route.scope for rpc, route in RPC_ROUTES.items()}

@@ -49,6 +49,7 @@ from penstock.repository import layout
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
+from penstock.serving.header_forwarding import HeaderForwarding
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.management import ManagementApi
 from penstock.serving.regions import RegionTable
@@ -791,7 +792,6 @@ def test_the_error_for_an_unknown_path_is_tritons_and_names_it(api: Api) -> None
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("GET", "/v2/logging", "log settings are not supported"),
         ("GET", "/v2/systemsharedmemory/status", "start it with --shared-memory"),
         ("POST", "/v2/cudasharedmemory/region/r/unregister", "start it with --shared-memory"),
     ],
@@ -995,6 +995,7 @@ class OneModel:
     splits = ()
     regions = RegionTable()
     tracer = Tracer()
+    forwarding: Mapping[str, HeaderForwarding] = {}
 
     def __init__(self, model: Puppet, error: Exception | None = None) -> None:
         self._model = model

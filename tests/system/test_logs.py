@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.system import logs
-from penstock.system.logs import JsonLines, LogSettings, TextLines
+from penstock.system.logs import JsonLines, LogSettings, LogSwitches, TextLines
 
 
 def record(message: str = "hello", *args: object, **extra: object) -> logging.LogRecord:
@@ -148,3 +148,35 @@ def test_lines_go_to_whatever_is_stderr_at_the_moment():
         "assert 'caught' in caught\n"
     )
     assert lines == []
+
+
+def test_switches_are_the_levels_of_the_start() -> None:
+    assert LogSwitches.of_level("INFO") == LogSwitches()
+    assert LogSwitches.of_level("DEBUG") == LogSwitches(log_verbose_level=1)
+    assert LogSwitches.of_level("ERROR") == LogSwitches(log_info=False, log_warning=False)
+
+
+def test_each_level_is_switched_by_itself() -> None:
+    sieve = logs.Sieve()
+    sieve.switches = LogSwitches(log_info=True, log_warning=False, log_verbose_level=1)
+
+    def passes(level: int, name: str = "penstock.model") -> bool:
+        record = logging.LogRecord(name, level, "", 0, "text", (), None)
+        return bool(sieve.filter(record))
+
+    assert passes(logging.DEBUG) and passes(logging.INFO)
+    assert not passes(logging.WARNING) and passes(logging.ERROR)
+    # Others are not Penstock's, or have switches of their own.
+    for name in ("asyncio", "penstock.audit", "penstock.requests"):
+        assert passes(logging.WARNING, name)
+    sieve.switches = LogSwitches(log_error=False)
+    assert not passes(logging.CRITICAL)
+
+
+def test_times_of_lines_follow_the_format() -> None:
+    lines = logs.TextLines("%(asctime)s %(message)s")
+    record = logging.LogRecord("penstock", logging.INFO, "", 0, "text", (), None)
+    record.created = 0.0
+    assert not lines.format(record).startswith("1970-01-01T00:00:00Z")
+    lines.is_iso = True
+    assert lines.format(record) == "1970-01-01T00:00:00Z text"
