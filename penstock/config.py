@@ -54,6 +54,8 @@ PREPROCESS_BACKEND = "preprocess"
 PACK, TOKENS = "penstock.pack", "tokens"
 # GPU memory of a worker for decoded images: a batch is decoded in parts of this size.
 DECODE_BYTES = 256 * MIB
+# The backend of ensembles, whose steps are other models (Triton's platform of this name).
+ENSEMBLE = "ensemble"
 # Triton's names of backends, where they differ from ours.
 PLATFORM_NAMES = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 TORCHSCRIPT = "pytorch_libtorch"
@@ -237,6 +239,18 @@ class BatchOutput:
 
     names: tuple[str, ...]
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnsembleStep:
+    """One model of an ensemble. The maps lead from its inputs and outputs to the ensemble's own
+    tensors, which connect the steps."""
+
+    model: str
+    # Empty: the one that clients get who name none.
+    version: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,6 +475,8 @@ class ModelConfig:
     # Inputs and outputs of the model that depend on which requests share a batch.
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
+    # Of an ensemble: the models that it runs.
+    steps: tuple[EnsembleStep, ...] = ()
     # None: requests do not depend on each other.
     sequences: SequencePolicy | None = None
     # Additional labels of the model's metrics.
@@ -558,6 +574,11 @@ class ModelConfig:
         """Whether the model's own workers get encoded images: a GPU decodes or normalises them."""
         is_image = self.preprocess is not None and self.preprocess.function == IMAGE
         return is_image and self.uses_gpu and self.engine == "pytorch"
+
+    @property
+    def is_ensemble(self) -> bool:
+        """Whether it has no workers of its own, but passes requests on to other models."""
+        return self.backend == ENSEMBLE
 
     @property
     def has_one_owner(self) -> bool:

@@ -13,6 +13,7 @@ from penstock import server
 from penstock.api.serve_options import ServeOptions
 from penstock.errors import CommandLineError, ConfigError
 from penstock.repository import layout
+from penstock.repository.ensemble_files import add_members
 from penstock.repository.repositories import Repositories, check_config_name
 from penstock.system import logs
 from penstock.system.file_limit import raise_file_limit
@@ -97,7 +98,9 @@ def find(path: str, options: ServeOptions) -> RepositoryScan:
         return sources.read_named(sources.names())
     if not options.is_explicit or "*" in options.load_model:
         return sources.read()
-    return sources.read_named(options.load_model)
+    found = sources.read_named(options.load_model)
+    add_members(found, sources.read_one)
+    return found
 
 
 def sources_of(path: str, options: ServeOptions) -> Repositories:

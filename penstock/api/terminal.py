@@ -26,7 +26,7 @@ from penstock.dashboard.example_calls import KEY, curl_line, key_options
 from penstock.dashboard.state import call_of, num_ready
 from penstock.report.tables import bar, section
 from penstock.repository.layout import listed
-from penstock.serving.explain import Explanation, PastBatch
+from penstock.serving.explain import Explanation, PastBatch, StepState
 from penstock.serving.placement import briefly, describe_share, gib
 from penstock.system import logs
 
@@ -214,7 +214,7 @@ def _model_cells(model: Served | None) -> list[str]:
 
 def _batching(model: Served) -> str:
     config, mode = model.config, model.mode
-    if mode == "continuous":
+    if mode in ("continuous", "ensemble"):
         return mode
     slo_s = config.batching.slo_latency_s
     text = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
@@ -230,6 +230,8 @@ def explained(answer: Explanation) -> Group:
     """Render an explanation, most important parts first: a screen may be too small for the rest."""
     parts: list[RenderableType] = [_title(answer)]
     parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
+    if answer.steps:
+        return Group(*parts, *_ensemble(answer))
     parts.append(section("Why batches are as they are"))
     parts += [Text(f"- {text}") for text in answer.verdicts]
     if any(each.device != CPU for each in answer.instances):
@@ -273,6 +275,25 @@ def explained(answer: Explanation) -> Group:
     if answer.shards:
         parts.append(Text(answer.shards))
     return Group(*parts)
+
+
+def _ensemble(answer: Explanation) -> list[RenderableType]:
+    """Render the steps of an ensemble, which has no batches of its own."""
+    refused = _table(("reason", "requests"), list(answer.refused.items()), empty="nobody")
+    parts: list[RenderableType] = [section("Steps (ms: means of a request)")]
+    parts += [_steps(answer.steps), *(Text(f"- {text}") for text in answer.verdicts)]
+    return [*parts, section("Refused"), refused]
+
+
+def _steps(steps: Sequence[StepState]) -> RenderableType:
+    rows = [
+        (one.model, one.version or "latest", one.num_answered, one.num_failed, *map(_ms, means))
+        for one in steps
+        for count in [max(1, one.num_answered)]
+        for means in [(one.queue_s / count, one.compute_s / count, one.total_s / count)]
+    ]
+    columns = ("model", "version", "answered", "failed", "queued", "computed", "in all")
+    return _table(columns, rows, num_words=2)
 
 
 def watch(ask: Callable[[], Explanation]) -> NoReturn:

@@ -119,7 +119,7 @@ def num_wanted(model: Served) -> int:
 
 def batching(model: Served) -> str:
     config, mode = model.config, model.mode
-    if mode == "continuous":
+    if mode in ("continuous", "ensemble"):
         return mode
     return "none" if mode == "unbatched" else f"up to {config.max_batch_size}"
 

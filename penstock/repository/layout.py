@@ -52,6 +52,8 @@ class RepositoryScan:
     configs: list[ModelConfig] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
+    # Models that were not asked for, but that ensembles run.
+    members: set[str] = field(default_factory=set)
 
     def add(self, other: RepositoryScan) -> None:
         self.configs += other.configs

@@ -23,6 +23,7 @@ from penstock.config import (
     CLASSIFIER,
     CPU,
     EACH_GPU,
+    ENSEMBLE,
     GPU_ENGINE,
     IMAGE,
     LLM,
@@ -41,12 +42,14 @@ from penstock.config import (
 from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import (
     accelerators,
+    ensemble_rules,
     foreign_models,
     image_settings,
     onnx_file,
     openvino_file,
     parameters,
     pbtxt_decoupled,
+    pbtxt_ensemble,
     pbtxt_fields,
     pbtxt_metrics,
     pbtxt_rate,
@@ -165,7 +168,10 @@ def named_backend(message: Proto) -> str:
 def resolve(message: Proto, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
     """Resolve the configuration of a version; ConfigError lists all problems. `artifact` is a file
     named by the operator, which may be anywhere."""
-    return _Resolver(message, name, folder, artifact).resolve()
+    resolver = _Resolver(message, name, folder, artifact)
+    if pbtxt_ensemble.is_ensemble(message):
+        return resolver.resolve_ensemble()
+    return resolver.resolve()
 
 
 def describe(config: ModelConfig) -> str:
@@ -221,6 +227,8 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     message.parameters.clear()
     for key, value in {**config.options, **parameters.write(config)}.items():
         message.parameters[key].string_value = value
+    if config.is_ensemble:
+        pbtxt_ensemble.describe(message, config)
     return message
 
 
@@ -299,6 +307,8 @@ def describe_tensors(target: Proto, specs: Sequence[TensorSpec]) -> None:
 
 def _describe_instances(groups: Proto, config: ModelConfig) -> None:
     """Keep groups that already match; otherwise rebuild them with the first as template."""
+    if not config.devices:
+        return
     said = [device for group in groups for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
         return
@@ -377,6 +387,11 @@ class _Resolver:
     _says_decoupled: bool = False
 
     def _refuse_unsupported(self) -> None:
+        message = self._message
+        if message.HasField(pbtxt_ensemble.FIELD) and not pbtxt_ensemble.is_ensemble(message):
+            given = message.backend or message.platform
+            problem = f"beside '{given}'; expected platform: '{ENSEMBLE}' and no backend"
+            self._problem(pbtxt_ensemble.FIELD, problem)
         for path in UNSUPPORTED:
             if _is_set(self._message, path):
                 field, _, detail = path.partition(".")
@@ -391,10 +406,50 @@ class _Resolver:
         # Accelerators are for GPUs: on the CPU ONNX Runtime runs the model without them.
         return (options if has_gpu else {}) | _texts(self._message)
 
+    def _check_name(self) -> None:
+        name = self._message.name
+        if name and name != self._name:
+            self._problem("name", f"'{name}' but the model's folder is '{self._name}'")
+
+    def resolve_ensemble(self) -> ModelConfig:
+        """Resolve a model that only runs others; its version folder may be empty."""
+        message, options = self._message, _texts(self._message)
+        self._check_name()
+        self._refuse_unsupported()
+        pbtxt_ensemble.refuse(message, self._problem)
+        inputs, outputs, max_batch = self._tensors(ENSEMBLE, self._folder)
+        reader = ParameterReader(options, ENSEMBLE, self._folder, self._problem)
+        reader.numbers()
+        steps = pbtxt_ensemble.read_steps(message, self._problem)
+        record = reader.record((*inputs, *outputs))
+        self._check_tags()
+        buckets = pbtxt_metrics.read(message.model_metrics, self._problem)
+        config = ModelConfig(
+            name=self._name,
+            version=self._folder.name,
+            backend=ENSEMBLE,
+            artifact=str(self._folder.resolve()),
+            inputs=inputs,
+            outputs=outputs,
+            max_batch_size=max_batch,
+            batching=BatchPolicy(max(1, max_batch)),
+            num_instances=0,
+            steps=steps,
+            options=parameters.options_of(options),
+            record=record,
+            metric_tags=dict(message.metric_tags),
+            first_response_ms=buckets,
+            written=to_text(message),
+        )
+        problems = self._problems or ensemble_rules.graph_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        warnings = [*pbtxt_fields.unused(message), *ensemble_rules.unused_inputs(config)]
+        return replace(config, warnings=(*warnings, *pbtxt_ensemble.without_effect(message)))
+
     def resolve(self) -> ModelConfig:
         message = self._message
-        if message.name and message.name != self._name:
-            self._problem("name", f"'{message.name}' but the model's folder is '{self._name}'")
+        self._check_name()
         self._refuse_unsupported()
         backend = self._backend()
         artifact = self._artifact(backend)

@@ -54,6 +54,7 @@ _READ = {
     "model_metrics.metric_control.": "metric_identifier.family histogram_options.buckets",
     "model_warmup.": "name batch_size count",
     "model_warmup.inputs.": "data_type dims zero_data random_data input_data_file",
+    "ensemble_scheduling.step.": "model_name model_version input_map output_map",
 }
 READ = frozenset(f"{start}{name}" for start, names in _READ.items() for name in names.split())
 # Only shown to clients, in `/config`.
@@ -64,10 +65,7 @@ GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
 # Refused if set: they change what a model does, and are not supported.
-_REFUSED = (
-    "ensemble_scheduling model_operations sequence_batching.iterative_sequence "
-    "model_repository_agents"
-)
+_REFUSED = "model_operations sequence_batching.iterative_sequence model_repository_agents"
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {
@@ -81,6 +79,8 @@ REASONS = {
     "optimization.cuda": "for CUDA graphs set parameters.penstock.cuda_graphs",
     "optimization.gather_kernel_buffer_threshold": "inputs are gathered in shared memory",
     "optimization.eager_batching": "batches are formed while the instances compute",
+    "ensemble_scheduling.max_inflight_requests": "the members' own queues are limited",
+    "ensemble_scheduling.step.model_namespace": "names of models are unique in a server",
     "instance_group.secondary_devices": "an instance has one device",
     "instance_group.profile": "the first profile that allows a batch is used",
     "instance_group.passive": "every instance takes batches",

@@ -17,6 +17,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.processes.child import StartLife
 from penstock.processes.life import ProcessLife
+from penstock.repository.ensemble_files import needed_models, take_out_cycles
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.context import log_about
 from penstock.serving.fleet import Fleet, GpuReservations
@@ -58,6 +59,8 @@ class Catalog(ModelTable):
         self._loader = VersionLoader(self, start_life, makers or {}, shards, reservations.find_room)
         # When the latest load of each model began, in ns, by the clock that stamps files.
         self.load_began_ns: dict[str, int] = {}
+        # Models that are loaded only because an ensemble runs them.
+        self.loaded_along: set[str] = set()
         # Serialize changes of one model.
         self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._leaving: set[asyncio.Task[None]] = set()
@@ -74,6 +77,8 @@ class Catalog(ModelTable):
     async def load(self, found: RepositoryScan) -> None:
         """Load or replace all models found; a failure of one does not affect the others."""
         self.announce(found)
+        self.loaded_along.difference_update(found.folders)
+        self.loaded_along |= found.members
         now_ns = time.time_ns()
         self.load_began_ns.update((config.name, now_ns) for config in found.configs)
         try:
@@ -89,10 +94,24 @@ class Catalog(ModelTable):
         by_name: dict[str, list[ModelConfig]] = {}
         for config in arranged.configs:
             by_name.setdefault(config.name, []).append(config)
+        needed = needed_models(arranged.configs)
+        for name, cycle in take_out_cycles(needed).items():
+            self._fail(name, tuple(cycle))
+        loaded = {name: asyncio.Event() for name in needed}
+
+        async def replace_one(name: str) -> None:
+            """Load a model after those that it runs, whether or not they could be loaded."""
+            try:
+                for other in needed[name]:
+                    await loaded[other].wait()
+                await self._replace(name, by_name[name], arranged.shares)
+            finally:
+                loaded[name].set()
+
         try:
             async with asyncio.TaskGroup() as group:
-                for name, configs in by_name.items():
-                    group.create_task(self._replace(name, configs, arranged.shares))
+                for name in needed:
+                    group.create_task(replace_one(name))
         finally:
             self._reservations.release(arranged.shares)
 
@@ -134,6 +153,7 @@ class Catalog(ModelTable):
         async with self._changing[name]:
             self._failures.pop(name, None)
             self._awaited.discard(name)
+            self.loaded_along.discard(name)
             self._latest.pop(name, None)
             self.load_began_ns.pop(name, None)
             models = self._models.pop(name, {})
@@ -344,7 +364,7 @@ def pending_of(model: Served) -> list[Pending]:
     whole = replace(
         _pending(model),
         processes=model.processes,
-        is_staged=model.config.is_staged,
+        is_staged=model.config.is_staged or model.config.is_ensemble,
         drift=model.drift,
     )
     return [whole, *stages]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -24,6 +24,7 @@ from penstock.errors import (
     StorageFull,
 )
 from penstock.repository import layout, load_request, pbtxt, staging
+from penstock.repository.ensemble_files import add_members, unneeded_members
 from penstock.repository.load_request import LoadRequest
 from penstock.repository.loaded_folders import LoadedFolders
 from penstock.repository.pbtxt_fields import Proto
@@ -130,6 +131,9 @@ class Control:
         return self._check(self.sources.read_one(name, override=config))
 
     async def _load_found(self, name: str, found: layout.RepositoryScan) -> None:
+        if any(config.is_ensemble for config in found.configs):
+            loaded = {(each.config.name, each.config.version) for each in self._catalog}
+            await asyncio.to_thread(self._add_members, found, loaded)
         await self._catalog.load(found)
         failure = self._catalog.failure(name)
         if failure is not None:
@@ -171,15 +175,31 @@ class Control:
     def _check(self, found: layout.RepositoryScan) -> layout.RepositoryScan:
         return found if self.allows_hard_links else layout.refuse_hard_links(found)
 
+    def _add_members(
+        self, found: layout.RepositoryScan, loaded: Collection[tuple[str, str]]
+    ) -> None:
+        """Add the models that an ensemble runs and that are not loaded by name and version."""
+        names = {name for name, _ in loaded}
+
+        def is_loaded(member: str, version: str) -> bool:
+            return (member, version) in loaded if version else member in names
+
+        add_members(found, self._read, is_loaded)
+
     def _lock(self, name: str) -> asyncio.Lock:
         return self._changing.setdefault(name, asyncio.Lock())
 
     async def unload(self, name: str, with_dependents: object = False) -> None:
-        """Unload a model. No model depends on others yet, so `with_dependents` adds none."""
+        """Unload a model; `with_dependents`, also the models that were loaded only because this
+        ensemble runs them, unless others run them too."""
         self.check_explicit()
         if not isinstance(with_dependents, bool):
             raise InvalidRequest("'unload_dependents' must be true or false")
+        loaded = {each.config.name: each.config for each in self._catalog}
         await self.remove(name)
+        if with_dependents:
+            for member in unneeded_members(name, loaded.values(), self._catalog.loaded_along):
+                await self.remove(member)
 
     async def remove(self, name: str) -> None:
         """Unload a model in any mode."""

@@ -33,7 +33,7 @@ AT_ONCE_S = 1e-6
 # An event loop with this share of a core has no headroom.
 BUSY = 0.9
 
-Mode = Literal["fixed", "slo", "unbatched", "continuous", "sequences"]
+Mode = Literal["fixed", "slo", "unbatched", "continuous", "ensemble", "sequences"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,20 @@ class ProcessState:
 
 
 @dataclass(frozen=True, slots=True)
+class StepState:
+    """One step of an ensemble: how often its model was asked, and the sums of the times that its
+    requests waited in queues, were computed, and took in all. `version` is empty for the latest."""
+
+    model: str
+    version: str
+    num_answered: int
+    num_failed: int
+    queue_s: float
+    compute_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """`verdicts` say why batches were small; `notes` are the model's own remarks on how it is
     served; `processes` are the server's, not the model's."""
@@ -135,6 +149,8 @@ class Explanation:
     shards: str = ""
     # The last decision on the number of instances, and why; empty if it is fixed.
     scaling: str = ""
+    # Of an ensemble, in the order of its configuration.
+    steps: list[StepState] = field(default_factory=list)
 
 
 def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:

@@ -22,6 +22,7 @@ import msgspec
 from penstock.config import LLM, ModelConfig
 from penstock.errors import NotFound
 from penstock.serving.core_link import EngineCore, EnginePart, ModelPart, ShardSetup
+from penstock.serving.ensemble import Ensemble
 from penstock.serving.explain import Explanation
 from penstock.serving.handed_over import HandedOver
 from penstock.serving.metrics_record import MetricsRecord, record
@@ -289,12 +290,8 @@ class Shard:
 
     async def answer(self, question: frames.ShardQuestion) -> bytes:
         match question:
-            case frames.OpenModel() if question.config.backend == LLM:
-                await self._open_text(question)
-            case frames.OpenModel() if question.config.has_one_owner:
-                self._open_handed(question)
             case frames.OpenModel():
-                self._open(question)
+                await self._open_of_kind(question)
             case frames.Publish():
                 if question.epoch > self._epoch:
                     self._epoch = question.epoch
@@ -320,6 +317,17 @@ class Shard:
         self.regions.close_all()
         await self.table.caches.close()
         await asyncio.to_thread(self.table.recorders.close)
+
+    async def _open_of_kind(self, opening: frames.OpenModel) -> None:
+        config = opening.config
+        if config.backend == LLM:
+            await self._open_text(opening)
+        elif config.has_one_owner:
+            self._open_handed(opening)
+        elif config.is_ensemble:
+            self._open_ensemble(opening)
+        else:
+            self._open(opening)
 
     def _open(self, opening: frames.OpenModel) -> None:
         if opening.model in self._models:
@@ -354,6 +362,15 @@ class Shard:
         model.recorder = self.table.recorders.open(config, model.metrics)
         self._models[opening.model] = model
         self._numbers[opening.model] = opening.parts
+
+    def _open_ensemble(self, opening: frames.OpenModel) -> None:
+        """Open an ensemble; it finds its members in this shard's table."""
+        if opening.model not in self._models:
+            model = Ensemble(opening.config, self.table)
+            model.recorder = self.table.recorders.open(opening.config, model.metrics)
+            self.table.count_latencies(model)
+            self._models[opening.model] = model
+            self._numbers[opening.model] = opening.parts
 
     async def _open_text(self, opening: frames.OpenModel) -> None:
         """Open a language model; return when its renderer is loaded."""

@@ -19,6 +19,7 @@ from penstock.errors import ConfigError
 from penstock.processes.child import StartLife
 from penstock.repository import fingerprint, holds
 from penstock.serving.context import log_about
+from penstock.serving.ensemble import Ensemble
 from penstock.serving.model import Model
 from penstock.serving.model_host import ModelHost
 from penstock.serving.model_table import ModelTable
@@ -27,6 +28,7 @@ from penstock.serving.pipeline import StagePipeline, make_model
 from penstock.serving.quotas import Quotas
 from penstock.serving.scaler import FindRoom
 from penstock.serving.served import Served
+from penstock.serving.sharded_ensemble import ShardedEnsemble
 from penstock.serving.shards import ShardedModel, Shards
 from penstock.serving.supervisor import load_timeout_text
 
@@ -81,8 +83,8 @@ class VersionLoader:
             if num_running is not None:
                 host.scaler.begin_with(num_running)
                 count = len(host.processes)
-        plural = "instance" if count == 1 else "instances"
-        log_about(log, logging.INFO, config, " loads %d %s", count, plural)
+        what = "1 instance" if count == 1 else f"{count} instances"
+        log_about(log, logging.INFO, config, " loads %s", "no workers" if not count else what)
         for warning in config.warnings:
             log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
         for note in config.notes:
@@ -102,7 +104,7 @@ class VersionLoader:
         took_s = time.monotonic() - began
         text, load_s = " is ready after %.2f s", round(took_s, 3)
         log_about(log, logging.INFO, config, text, took_s, load_s=load_s)
-        if built := model.processes[0].built:
+        if model.processes and (built := model.processes[0].built):
             text = ", ".join(f"{key}={value}" for key, value in built.items())
             log_about(log, logging.INFO, config, " was built with %s", text)
         return model
@@ -144,6 +146,10 @@ class VersionLoader:
     def _make(self, config: ModelConfig) -> Served:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config, self._table.quotas)
+        if config.is_ensemble:
+            if self._shards is not None:
+                return ShardedEnsemble(config, self._shards, self._table)
+            return Ensemble(config, self._table)
         if self._shards is not None and not config.has_one_owner:
             return ShardedModel(config, self._shards, self._start_life)
         try:
