@@ -85,10 +85,11 @@ verify-monitoring: $(READY)
 	$(BIN)/python -m pytest tests/deploy/test_monitoring.py
 
 # What Triton needs other programs for: the response cache in a real Redis (Debian package
-# redis-server). What is missing fails. About a minute.
+# redis-server), exported repositories in a real Triton (from PyPI, half a gigabyte, its Python
+# backend only). What is missing fails. About two minutes, after the downloads.
 verify-triton: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[redis]"
-	$(BIN)/python -m pytest -v -m verify tests/e2e/test_redis_cache.py
+	$(BIN)/python -m pytest -v -m verify tests/e2e/test_redis_cache.py tests/e2e/test_triton_export.py
 
 # The image, compose.yaml, rendered pods behind haproxy, schemas of all kinds, the chart, the unit:
 # real podman, Prometheus and haproxy, as root. What is missing fails. CHECK=pods runs the tests

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from penstock.system.host_policy import HostPolicy
 from penstock.types import TensorSpec, TimeoutAction
 
 MIB = 1 << 20
@@ -493,6 +494,13 @@ class ModelConfig:
     rate_limits: tuple[RateLimit, ...] = ()
     # What its answers depend on, if servers share them; see `repository.fingerprint`.
     fingerprint: str = field(default="", compare=False)
+    # Names of host policies, by device: "cpu", "cuda" or "cuda:N".
+    host_policies: Mapping[str, str] = field(default_factory=dict)
+    # The policies of this server for the devices, and that of one worker.
+    pinned: Mapping[str, HostPolicy] = field(default_factory=dict)
+    host_policy: HostPolicy | None = None
+    # Files with their MD5 digests, which are compared before the model is loaded.
+    checksums: tuple[tuple[str, str], ...] = ()
     # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
     # None: not configured; a server that has a folder for recordings records by the defaults.
@@ -699,7 +707,9 @@ class ModelConfig:
         CPU, it has the share of the cores that is left when all instances run."""
         count = self.max_instances if device == CPU else num_slots
         fixed = ScalingConfig()
-        return replace(self, device=device, spread=(), num_instances=count, scaling=fixed)
+        own = self.pinned.get(device)
+        config = replace(self, device=device, spread=(), num_instances=count, scaling=fixed)
+        return replace(config, pinned={}, host_policy=own)
 
     @property
     def engine(self) -> str:

@@ -69,6 +69,7 @@ from penstock.serving.shared_page import NUM_KEYS
 from penstock.system import garbage, service_manager
 from penstock.system.cores import usable_cores
 from penstock.system.exit_codes import ExitCode
+from penstock.system.host_policy import read_host_policies
 from penstock.system.service_manager import ServiceManager
 from penstock.wire.frames import VERSION, OpenShard
 
@@ -119,7 +120,7 @@ class Server:
         shards = self._shards = Shards(choice.number) if choice.number > 1 else None
         self._acceptors: Acceptors | None = None
         self.catalog = Catalog(
-            fleet=Fleet(options.gpu_memory_reserve),
+            fleet=Fleet(options.gpu_memory_reserve, policies=options.host_policies),
             makers={LLM: partial(make_text_model, shards=shards)},
             shards=shards,
         )
@@ -468,6 +469,7 @@ def check(options: ServeOptions) -> None:
     """Raise CommandLineError for flags that contradict each other."""
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     problems += read_metrics_config(options.metrics_config)[1]
+    problems += read_host_policies(options.host_policy)[1]
     problems += read_trace_config(options.trace_config)[1]
     problems += restriction_problems(options)
     problems += read_cache_config(options.cache_config)[1]

@@ -272,6 +272,8 @@ WITHOUT_OWN_TEST = {
     "cli/explain.py": "tests/test_cli.py and tests/e2e/test_watch.py",
     "cli/export.py": "tests/test_export_cli.py",
     "cli/export_ray.py": "tests/ray/test_export_files.py types it",
+    "cli/export_triton.py": "tests/api/test_export_triton.py and test_import_triton.py type them",
+    "export/triton_python.py": "tests/api/test_export_triton.py runs what it writes",
     "cli/inspect.py": "tests/test_cli.py",
     "cli/optimize.py": "tests/test_optimize_cli.py",
     "cli/options.py": "tests/test_cli.py reads the help",

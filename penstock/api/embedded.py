@@ -57,7 +57,7 @@ class EmbeddedServer:
         keys = None if self._key_file is None else self._key_file.read()
         hosts = frozenset(host.lower() for host in options.allow_host)
         self.gate = gate = Gate(keys, hosts or None, options.restrictions)
-        fleet = Fleet(options.gpu_memory_reserve)
+        fleet = Fleet(options.gpu_memory_reserve, policies=options.host_policies)
         self.catalog = Catalog(fleet=fleet, makers={LLM: make_text_model})
         self.catalog.regions.is_allowed = options.shared_memory
         self.catalog.forwarding = make_forwarding(options.header_patterns)

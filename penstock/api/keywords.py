@@ -28,6 +28,7 @@ class ServeKeywords(TypedDict, total=False):
     load_model: Sequence[str]
     exit_on_error: bool
     gpu_memory_reserve: float
+    host_policy: Sequence[str]
     allow_hard_links: bool
     reload: bool
     random_weights: bool

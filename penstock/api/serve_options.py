@@ -29,6 +29,7 @@ from penstock.config import (
 )
 from penstock.serving.rate_limiter import RateLimiter
 from penstock.system import logs
+from penstock.system.host_policy import HostPolicy, read_host_policies
 
 listen_flag, model_flag = flags_of("Where to listen"), flags_of("Which models")
 security_flag, limit_flag, log_flag = map(flags_of, ("Who may ask", "Limits", "Logs"))
@@ -126,6 +127,14 @@ class ServeOptions:
         "Raise it when models run out of memory under load; lower it when the memory plan refuses "
         "models that are known to fit.",
         **number(GPU_MEMORY_RESERVE, "SHARE", 0.0, 0.999),
+    )
+    host_policy: tuple[str, ...] = model_flag(
+        "Cores or NUMA node of an instance group's workers",
+        "NAME,cpu-cores=0-3 or NAME,numa-node=1, for instance groups with host_policy NAME; the "
+        "names cpu and gpu_0 mean all others on that device. Repeatable. Give it on machines with "
+        "several NUMA nodes.",
+        value=(),
+        metavar="NAME,SETTING=VALUE",
     )
     allow_hard_links: bool = model_flag(
         "Accept model files that have other hard links",
@@ -345,6 +354,10 @@ class ServeOptions:
         """The files for TLS on all ports; None for plain text."""
         files = (self.tls_cert, self.tls_key, self.tls_client_ca)
         return TlsConfig(*files) if any(files) else None
+
+    @property
+    def host_policies(self) -> dict[str, HostPolicy]:
+        return read_host_policies(self.host_policy)[0]
 
     @property
     def shown_metrics(self) -> MetricsConfig:

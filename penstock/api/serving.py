@@ -76,7 +76,9 @@ def _check_gpus(
     do, with their devices."""
     from penstock.serving.fleet import Fleet
 
-    arranged = Fleet(options.gpu_memory_reserve).arrange(found.configs)
+    arranged = Fleet(options.gpu_memory_reserve, policies=options.host_policies).arrange(
+        found.configs
+    )
     if arranged.plan:
         listeners.memory_plan(arranged.plan)
     if arranged.problems and options.exit_on_error:

@@ -12,6 +12,7 @@ from penstock.cli.commands import Commands
 from penstock.cli.completion import completion
 from penstock.cli.explain import explain
 from penstock.cli.export import export
+from penstock.cli.export_triton import import_
 from penstock.cli.inspect import inspect
 from penstock.cli.optimize import optimize
 from penstock.cli.profile import profile
@@ -51,5 +52,5 @@ def main() -> None:
 
 
 COMMANDS = (serve, bench, optimize, profile, inspect, explain, capacity, report, repo, export)
-for _each in (*COMMANDS, completion):
+for _each in (*COMMANDS, import_, completion):
     main.add_command(_each)

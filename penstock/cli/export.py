@@ -9,6 +9,7 @@ import click
 from penstock.api.export_options import HelmOptions, KserveOptions, KubernetesOptions
 from penstock.cli.commands import Commands, fail
 from penstock.cli.export_ray import ray
+from penstock.cli.export_triton import triton
 from penstock.cli.options import Command, add_options
 from penstock.errors import PenstockError
 
@@ -30,7 +31,7 @@ class ExportCommands(Commands):
             formatter.write("".join(f"  {example}\n" for example in EXAMPLES))
 
 
-@click.group(cls=ExportCommands, short_help="Write files for Kubernetes, Helm, KServe or Ray.")
+@click.group(cls=ExportCommands, short_help="Write files for Kubernetes, KServe, Ray or Triton.")
 def export() -> None:
     """Write files that run a model or a repository in another system.
 
@@ -108,6 +109,7 @@ def kserve(source: str, options: KserveOptions) -> None:
 
 
 export.add_command(ray)
+export.add_command(triton)
 
 
 def tell(exported: Exported) -> None:

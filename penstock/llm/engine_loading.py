@@ -21,6 +21,7 @@ from penstock.llm.engine import Engine
 from penstock.llm.pace import StepTimeModel, Targets
 from penstock.llm.scheduler import Scheduler, StepLimits
 from penstock.processes.start import take_part
+from penstock.repository import checksums
 from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
 from penstock.system import devices, garbage
@@ -60,11 +61,13 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     settings = msgspec.structs.replace(settings, device=devices.claim(settings.device))
     with ThreadPoolExecutor(1) as pool:
         folders = [Path(settings.manifest).parent] if settings.manifest else []
-        checked = pool.map(check_digests, folders)
+        checked = [pool.submit(check_digests, folder) for folder in folders]
+        checked.append(pool.submit(checksums.check, settings.checksums))
         import torch
 
         # Raises what was found.
-        list(checked)
+        for each in checked:
+            each.result()
 
     from penstock.llm import dtype_choice, loading
 

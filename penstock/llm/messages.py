@@ -61,6 +61,8 @@ class EngineSettings(Frame, tag="set"):
     is_made_up: bool = False
     # Manifest of a committed version; the model's files must match its digests.
     manifest: str = ""
+    # Files with MD5 digests, which are compared too.
+    checksums: tuple[tuple[str, str], ...] = ()
     # Used by shards: an engine that is silent for longer hangs, unless its steps are that slow.
     hang_s: float = DEFAULT_HANG_S
     # Used by shards: seconds that the renderer may take for a request.

@@ -103,6 +103,7 @@ def settings_of(config: ModelConfig) -> EngineSettings:
         is_dtype_free=dtype == "auto" and config.device == CPU,
         text_timeout_s=numbers["text_timeout_s"],
         manifest=config.manifest,
+        checksums=config.checksums,
         hang_s=config.hang_s,
     )
 

@@ -22,10 +22,17 @@ import msgspec
 
 from penstock.config import LLM, ModelConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound
-from penstock.repository import links, onnx_file, parameters, pbtxt, pretrained, pretrained_message
+from penstock.repository import (
+    links,
+    onnx_file,
+    parameters,
+    pbtxt,
+    pbtxt_warmup,
+    pretrained,
+    pretrained_message,
+)
 from penstock.repository import manifest as manifests
 from penstock.repository.pbtxt_fields import Proto
-from penstock.repository.pbtxt_warmup import FOLDER as WARMUPS
 
 CONFIG = "config.pbtxt"
 # Other configurations of a model, of which the operator chooses one by name.
@@ -208,7 +215,7 @@ def _linked_files(folder: Path, config: ModelConfig) -> list[str]:
     labels = [each.label_file for each in config.outputs if each.label_file]
     names = [CONFIG, *labels]
     files = [place / name for place in (folder, version) for name in names]
-    files += [version / manifests.NAME, *links.walk(folder / WARMUPS)]
+    files += [version / manifests.NAME, *links.walk(folder / pbtxt_warmup.FOLDER)]
     files += links.walk(folder / CONFIGS)
     files += [file for file in links.walk(version.resolve()) if file.suffix == ".py"]
     shared = [file for file in dict.fromkeys(files) if links.is_shared(file)]
@@ -381,7 +388,7 @@ def _read_model(
     if not folder.resolve().is_relative_to(root.resolve()):
         raise ConfigError("folder: a link that leads out of the repository")
     _check_links(folder, root, sorted(each for each in folder.iterdir() if not each.is_dir()))
-    _check_links(folder, root, [folder / WARMUPS])
+    _check_links(folder, root, [folder / pbtxt_warmup.FOLDER])
     message = read_message(folder) if override is None else override
     problems: list[str] = []
     versions = [only] if only else chosen(folder, message, problems)
@@ -391,7 +398,9 @@ def _read_model(
             if not parameters.follows_links(message):
                 hint = FOLLOW_HINT if message.backend == LLM else ""
                 _check_links(folder, root, _of_version(folder, version, root), hint)
-            configs.append(read_version(folder, version, message, override is not None))
+            config = read_version(folder, version, message, override is not None)
+            pbtxt_warmup.check_files(config.warmups)
+            configs.append(config)
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -42,6 +43,7 @@ from penstock.config import (
 from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import (
     accelerators,
+    checksums,
     ensemble_rules,
     foreign_models,
     image_settings,
@@ -52,6 +54,7 @@ from penstock.repository import (
     pbtxt_ensemble,
     pbtxt_fields,
     pbtxt_metrics,
+    pbtxt_placement,
     pbtxt_rate,
     pbtxt_sequences,
     pbtxt_views,
@@ -184,6 +187,14 @@ def write(config: ModelConfig, base: Proto = None) -> str:
     from the evidence. `base` is the message being edited: its fields beyond a ModelConfig stay."""
     message = to_message(config, base)
     message.ClearField("version_policy")
+    # A manifest has the digests of a version, which has one file for all GPUs.
+    message.ClearField("model_repository_agents")
+    message.cc_model_filenames.clear()
+    suits = partial(pbtxt_warmup.fits, has_files=base is not None)
+    warmups = message.model_warmup
+    suitable = [each for each in warmups if suits(each, config.inputs, config.max_batch_size)]
+    message.ClearField("model_warmup")
+    message.model_warmup.extend(suitable)
     if config.is_slo_from_evidence:
         del message.parameters[SLO]
     return to_text(message)
@@ -248,6 +259,7 @@ def to_served(config: ModelConfig) -> Proto:
     else:
         message.version_policy.latest.num_versions = 1
     message.platform = written.platform or PLATFORM_NAMES.get(config.backend, "")
+    message.default_model_filename = written.default_model_filename
     if written.HasField("dynamic_batching") and config.batching.is_dynamic:
         message.dynamic_batching.CopyFrom(written.dynamic_batching)
     if written.model_warmup:
@@ -309,7 +321,8 @@ def _describe_instances(groups: Proto, config: ModelConfig) -> None:
     """Keep groups that already match; otherwise rebuild them with the first as template."""
     if not config.devices:
         return
-    said = [device for group in groups for device in _devices(group, config.backend)]
+    active = pbtxt_placement.active(groups)
+    said = [device for group in active for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
         return
     if config.rate_limits and not groups:
@@ -325,6 +338,7 @@ def _describe_instances(groups: Proto, config: ModelConfig) -> None:
             continue
         group = groups.add() if number else first
         group.CopyFrom(first)
+        group.ClearField("passive")
         group.count = count
         on_gpu = group.KIND_AUTO if config.is_gpu_optional else group.KIND_GPU
         group.kind = group.KIND_CPU if kind == CPU else on_gpu
@@ -385,6 +399,8 @@ class _Resolver:
     _warnings: list[str] = dataclasses.field(default_factory=list)
     # Whether the file's signature says so.
     _says_decoupled: bool = False
+    # The artifact's name, if it is not the backend's usual one.
+    _file: str = ""
 
     def _refuse_unsupported(self) -> None:
         message = self._message
@@ -482,7 +498,8 @@ class _Resolver:
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
             postprocess=reader.postprocess(),
             rate_limits=self._rate_limits(backend),
-            file=message.default_model_filename,
+            host_policies=self._host_policies(backend),
+            file=self._file,
             options=parameters.options_of(options),
             batch_inputs=pbtxt_views.read_batch_inputs(message.batch_input, inputs, self._problem),
             batch_outputs=pbtxt_views.read_batch_outputs(
@@ -510,9 +527,7 @@ class _Resolver:
         buckets = pbtxt_metrics.read(message.model_metrics, self._problem)
         is_cached = message.response_cache.enable and backend != LLM
         self._check_fit(config, is_cached=is_cached)
-        warmups, skipped = pbtxt_warmup.read(
-            message.model_warmup, inputs, max_batch, self._folder.resolve().parent
-        )
+        digests, warmups = self._files(backend, inputs, max_batch)
         if self._problems:
             raise ConfigError(self._problems)
         config = replace(config.on(placed), is_gpu_optional=is_optional)
@@ -520,12 +535,23 @@ class _Resolver:
             config,
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
+            checksums=digests,
             is_cached=is_cached,
-            warmups=() if backend == LLM else warmups,
+            warmups=warmups,
             written=to_text(message),
             notes=tuple(self._notes),
-            warnings=(*self._warnings, *_ineffective(config, message), *skipped),
+            warnings=(*self._warnings, *_ineffective(config, message)),
         )
+
+    def _files(
+        self, backend: str, inputs: Specs, max_batch: int
+    ) -> tuple[checksums.Checksums, tuple[Warmup, ...]]:
+        """Return the files of the model's folder that have a digest, and the warm-ups."""
+        message, folder = self._message, self._folder.resolve().parent
+        digests = checksums.read(message.model_repository_agents, folder, self._problem)
+        # An engine warms up by itself.
+        messages = () if backend == LLM else message.model_warmup
+        return digests, pbtxt_warmup.read(messages, inputs, max_batch, folder, self._problem)
 
     def _with_labels(self, config: ModelConfig) -> ModelConfig:
         """Name the classes of a built-in classifier's scores, from the folder's config.json."""
@@ -546,6 +572,7 @@ class _Resolver:
         misfits = pbtxt_views.conflicts(config)
         misfits += pbtxt_sequences.conflicts(config, is_cached=is_cached)
         misfits += pbtxt_decoupled.conflicts(config, is_cached=is_cached)
+        misfits += pbtxt_placement.problems(self._message, config.backend)
         self._problems += [f"{path}: {why}" for path, why in misfits]
 
     def _check_tags(self) -> None:
@@ -587,7 +614,8 @@ class _Resolver:
         base = self._folder.resolve()
         usual = FILES.get(backend, ("",))
         there = [name for name in usual if (base / name).exists()]
-        file = self._message.default_model_filename or (there or usual)[0]
+        self._file = self._file_for_gpus(backend) or self._message.default_model_filename
+        file = self._file or (there or usual)[0]
         path = _inside(base, file, base) or self._linked(backend, base, file)
         if path is None:
             path = base
@@ -602,6 +630,26 @@ class _Resolver:
         elif backend == "pytorch" and torchscript_file.is_named(path):
             self._check_script(path, f"{self._folder.name}/{file}")
         return path
+
+    def _file_for_gpus(self, backend: str) -> str:
+        names = sorted(self._message.cc_model_filenames.items())
+        if not names:
+            return ""
+        groups = self._message.instance_group or [_types().ModelInstanceGroup()]
+        placed = [device for group in groups for device in _devices(group, backend)]
+        try:
+            return pbtxt_placement.file_for_gpus(names, placed)
+        except ConfigError as error:
+            self._problem("cc_model_filenames", error.problems[0])
+            return ""
+
+    def _host_policies(self, backend: str) -> dict[str, str]:
+        groups = pbtxt_placement.active(self._message.instance_group)
+        try:
+            return pbtxt_placement.host_policies(groups, lambda each: _devices(each, backend))
+        except ConfigError as error:
+            self._problem("instance_group.host_policy", error.problems[0])
+            return {}
 
     def _check_script(self, path: Path, label: str) -> None:
         try:
@@ -851,8 +899,11 @@ class _Resolver:
     def _instances(self, backend: str) -> list[str]:
         groups = self._message.instance_group or [_types().ModelInstanceGroup()]
         for index, group in enumerate(groups):
+            if group.passive:
+                self._notes.append(f"instance_group[{index}] is passive: it has no instances here")
             for name, problem in _group_problems(group, backend):
                 self._problem(f"instance_group[{index}].{name}", problem)
+        groups = pbtxt_placement.active(groups) or groups
         total = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups)
         if total > MAX_INSTANCES:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
@@ -860,7 +911,7 @@ class _Resolver:
         return [device for group in groups for device in _devices(group, backend)]
 
     def _rate_limits(self, backend: str) -> tuple[RateLimit, ...]:
-        groups = self._message.instance_group
+        groups = pbtxt_placement.active(self._message.instance_group)
         found = pbtxt_rate.read(groups, lambda each: _devices(each, backend), self._problem)
         if found and backend != LLM:
             self._notes.append(pbtxt_rate.NOTE)

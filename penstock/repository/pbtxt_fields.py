@@ -20,10 +20,12 @@ _BATCHING = (
 )
 # Read, with an effect on the server: fields by their message, without indices and keys of maps.
 _READ = {
-    "": "name platform backend max_batch_size default_model_filename metric_tags",
+    "": "name platform backend max_batch_size default_model_filename metric_tags runtime "
+    "cc_model_filenames",
+    "model_repository_agents.": "agents.name agents.parameters",
     "version_policy.": "latest.num_versions all specific.versions",
-    "input.": "name data_type dims optional reshape.shape allow_ragged_batch",
-    "output.": "name data_type dims label_filename reshape.shape",
+    "input.": "name data_type dims optional reshape.shape allow_ragged_batch is_shape_tensor",
+    "output.": "name data_type dims label_filename reshape.shape is_shape_tensor",
     "batch_input.": "kind target_name data_type source_input",
     "batch_output.": "kind target_name source_input",
     "dynamic_batching.": _BATCHING,
@@ -43,7 +45,8 @@ _READ = {
     "sequence_batching.state.initial_state.": "data_type dims zero_data data_file name",
     "dynamic_batching.default_queue_policy.": _QUEUE,
     "dynamic_batching.priority_queue_policy.": _QUEUE,
-    "instance_group.": "kind count gpus",
+    "instance_group.": "kind count gpus passive host_policy secondary_devices.kind "
+    "secondary_devices.device_id",
     "instance_group.rate_limiter.": "priority",
     "instance_group.rate_limiter.resources.": "name global count",
     "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
@@ -65,14 +68,11 @@ GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
 # Refused if set: they change what a model does, and are not supported.
-_REFUSED = "model_operations sequence_batching.iterative_sequence model_repository_agents"
+_REFUSED = "model_operations sequence_batching.iterative_sequence"
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {
-    "runtime": "the backend chooses its library",
-    "input.is_shape_tensor": "a plan says so itself, and is refused",
     "input.is_non_linear_format_io": "a plan says so itself, and is refused",
-    "output.is_shape_tensor": "a plan says so itself, and is refused",
     "output.is_non_linear_format_io": "a plan says so itself, and is refused",
     "optimization.graph": "see the backend's own parameters for graph optimisations",
     "optimization.priority": "set parameters.penstock.stream_priority to high or low",
@@ -81,11 +81,7 @@ REASONS = {
     "optimization.eager_batching": "batches are formed while the instances compute",
     "ensemble_scheduling.max_inflight_requests": "the members' own queues are limited",
     "ensemble_scheduling.step.model_namespace": "names of models are unique in a server",
-    "instance_group.secondary_devices": "an instance has one device",
     "instance_group.profile": "the first profile that allows a batch is used",
-    "instance_group.passive": "every instance takes batches",
-    "instance_group.host_policy": "instances run on any core and memory node",
-    "cc_model_filenames": "the same file is loaded for every GPU",
 }
 # What a model with a response cache cannot have: its answers depend on more than one request, or
 # are more than one.

@@ -245,6 +245,10 @@ def _check_reads_back(draft: Path, config: ModelConfig) -> None:
         # The model's own config.pbtxt may add to these.
         metric_tags=found.metric_tags,
         warmups=found.warmups,
+        # The manifest has the digests of a version.
+        checksums=found.checksums,
+        # Those of the model's instance groups stay.
+        host_policies=found.host_policies,
     )
     if config.is_slo_from_evidence:
         batching = replace(config.batching, slo_latency_s=None)

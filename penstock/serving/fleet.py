@@ -12,20 +12,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from penstock.backends import GPU_MEMORY
 from penstock.backends.onnxruntime_providers import memory_limit
-from penstock.config import CPU, DECODE_BYTES, GPU_MEMORY_RESERVE, ONNX_RUNTIME, ModelConfig
+from penstock.config import CPU, DECODE_BYTES, GPU_MEMORY_RESERVE, LLM, ONNX_RUNTIME, ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import manifest as manifests
 from penstock.repository import onnx_file, pretrained
 from penstock.serving.placement import GpuPlan, Need, Share, make_plan, place, shortages
 from penstock.system import devices
 from penstock.system.devices import Gpu
+from penstock.system.host_policy import HostPolicy, cores_of
 
 # GPU memory of one model beyond its weights: the driver's context with its kernels, and activations
 # with the libraries' workspaces. Deliberately low: refusing a model that would fit is worse than
@@ -55,10 +56,33 @@ class Fleet:
     """The GPUs, queried each time. `reserve` is the share of their memory that is kept free."""
 
     def __init__(
-        self, reserve: float = GPU_MEMORY_RESERVE, read: Callable[[], Sequence[Gpu]] | None = None
+        self,
+        reserve: float = GPU_MEMORY_RESERVE,
+        read: Callable[[], Sequence[Gpu]] | None = None,
+        policies: Mapping[str, HostPolicy] | None = None,
     ) -> None:
+        """`policies` are the cores and memory nodes of instance groups, by their names."""
         self._reserve = reserve
         self._read = read
+        self._policies = policies or {}
+
+    def pin(self, config: ModelConfig) -> ModelConfig:
+        """Give each device of a model the host policy that its instance group names, or that has
+        the device's name in Triton: cpu, gpu_0."""
+        named, pinned = config.host_policies, dict[str, HostPolicy]()
+        for device in dict.fromkeys(config.devices):
+            kind, _, number = device.partition(":")
+            usual = f"gpu_{number}" if number else CPU
+            policy = self._policies.get(named.get(device) or named.get(kind) or usual)
+            if policy is not None and config.backend != LLM:
+                pinned[device] = replace(policy, cores=cores_of(policy))
+        warnings = [
+            f"instance_group.host_policy: '{name}' has no effect; {_unpinned(config)}"
+            for name in sorted(set(named.values()))
+            if config.backend == LLM or name not in self._policies
+        ]
+        warnings = [each for each in warnings if each not in config.warnings]
+        return replace(config, pinned=pinned, warnings=(*config.warnings, *warnings))
 
     def arrange(self, configs: Iterable[ModelConfig], loading: Sequence[Share] = ()) -> Arrangement:
         """Assign devices, as far as memory allows. `loading` was arranged before and may not have
@@ -73,7 +97,7 @@ class Fleet:
         wanted = list(loading)
         for name, versions in by_name.items():
             try:
-                placed = [place(config, gpus) for config in versions]
+                placed = [self.pin(place(config, gpus)) for config in versions]
             except ConfigError as error:
                 found.problems[name] = list(error.problems)
                 continue
@@ -92,6 +116,12 @@ class Fleet:
         return found
 
 
+def _unpinned(config: ModelConfig) -> str:
+    if config.backend == LLM:
+        return "an engine uses all cores"
+    return "the server has no --host-policy of that name"
+
+
 class GpuReservations:
     """GPU memory reserved for each load in progress, which it may not have allocated yet."""
 
@@ -107,7 +137,7 @@ class GpuReservations:
         progress may count twice, as reserved and as already allocated. So if memory is short, try
         again whenever one of them is done."""
         if not any(config.uses_gpu for config in configs):
-            return Arrangement(list(configs))
+            return Arrangement([self._fleet.pin(config) for config in configs])
         async with self._arranging:
             while True:
                 self._settled.clear()

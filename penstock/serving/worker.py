@@ -40,7 +40,7 @@ from penstock.serving.worker_calls import Route, WorkerCalls
 from penstock.serving.worker_load import MemoryLimit, describe_load_error, load_runner
 from penstock.serving.worker_responses import BatchThread
 from penstock.serving.worker_slots import WorkerSlots
-from penstock.system import logs
+from penstock.system import host_policy, logs
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.worker")
@@ -695,6 +695,8 @@ def _prepare(load: frames.LoadModel) -> None:
     """Set up logging and environment for the model, before any of its code runs."""
     logs.describe(load.model.name, load.model.version)
     os.environ.update(load.environment)
+    if load.model.host_policy is not None:
+        host_policy.apply(load.model.host_policy)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from penstock.backends import LoadRunner, Runner, backend
 from penstock.backends.processing import model_in
 from penstock.config import MIB, ModelConfig
 from penstock.errors import ConfigError
-from penstock.repository import manifest
+from penstock.repository import checksums, manifest
 from penstock.serving.executor import MAX_ERROR_CHARS, explain_error
 from penstock.serving.proof import apply_proof, prove
 from penstock.serving.warmups import warm_up_all, warm_up_as_asked
@@ -54,12 +54,18 @@ def _checked_backend(config: ModelConfig) -> LoadRunner:
     seconds. No code of the version runs before the check passes."""
     with ThreadPoolExecutor(1) as pool:
         checked: Future[None] | None = None
-        if config.manifest:
-            checked = pool.submit(manifest.check_digests, Path(config.manifest).parent)
+        if config.manifest or config.checksums:
+            checked = pool.submit(_check_files, config)
         found = backend(config.backend)
         if checked is not None:
             checked.result()
     return found
+
+
+def _check_files(config: ModelConfig) -> None:
+    if config.manifest:
+        manifest.check_digests(Path(config.manifest).parent)
+    checksums.check(config.checksums)
 
 
 def describe_load_error(error: BaseException, config: ModelConfig) -> tuple[str, ...]:

@@ -54,6 +54,8 @@ class Gpu:
     free_bytes: int
     # A part of a GPU in MIG mode.
     is_slice: bool = False
+    # Such as 9.0; empty if unknown.
+    compute_capability: str = ""
 
     @property
     def device(self) -> str:
@@ -114,7 +116,8 @@ def read_gpus() -> tuple[Gpu, ...]:
         memory = _ask("DeviceGetMemoryInfo", handle)
         total, free = (memory.total, memory.free) if memory else (0, 0)
         name, uuid = _ask("DeviceGetName", handle) or "", _uuid(handle)
-        found.append(Gpu(index, uuid, name, total, free, uuid.startswith("MIG-")))
+        capability = ".".join(map(str, _ask("DeviceGetCudaComputeCapability", handle) or ()))
+        found.append(Gpu(index, uuid, name, total, free, uuid.startswith("MIG-"), capability))
     return tuple(found)
 
 

@@ -21,17 +21,18 @@ class Oracle:
 
 
 @contextmanager
-def triton(repository: Path, work: Path) -> Iterator[Oracle]:
-    """Serving the repository; skips the test where Triton cannot be had."""
+def triton(repository: Path, work: Path, *, is_required: bool = False) -> Iterator[Oracle]:
+    """Serving the repository; skips the test where Triton cannot be had, unless it is required."""
+    end = pytest.fail if is_required else pytest.skip
     rival = Triton()
     try:
         rival.prepare()
     except InstallError as error:
-        pytest.skip(f"Triton cannot be installed here: {error}")
+        end(f"Triton cannot be installed here: {error}")
     grpc_port = free_port()
     launch = rival.serve(repository, work, grpc_port)
     try:
         with running(launch, work / "triton.log"):
             yield Oracle(launch.port, f"127.0.0.1:{grpc_port}")
     except StartError as error:
-        pytest.skip(f"Triton does not start here: {error}")
+        end(f"Triton does not start here: {error}")

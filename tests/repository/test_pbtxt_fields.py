@@ -12,6 +12,7 @@ from tritonclient.grpc import model_config_pb2
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.repository import layout, pbtxt, pbtxt_fields
+from penstock.system.devices import Gpu
 
 BASE = """
 backend: "null"
@@ -27,6 +28,8 @@ BUCKETS = (
     'family: "nv_inference_first_response_histogram_ms" } histogram_options { buckets: 7 } } }'
 )
 BUCKET_FIELDS = ("metric_identifier.family", "histogram_options.buckets")
+ON_GPU = "instance_group { kind: KIND_GPU }"
+SHAPE = '%s { name: "%s" data_type: TYPE_INT32 dims: 2 is_shape_tensor: true }'
 QUEUES = "dynamic_batching { priority_levels: 1 default_priority_level: 1 %s }"
 BATCH_FIELDS = ("kind", "target_name", "data_type", "source_input")
 BATCH_INPUT = (
@@ -99,6 +102,30 @@ READ = {
             ("name", '{ name: "tensorrt" }'),
             ("parameters", '{ parameters { key: "k" value: "v" } }'),
         )
+    },
+    "instance_group.host_policy": ("", 'instance_group { host_policy: "numa" }'),
+    "instance_group.passive": ("", "instance_group { passive: true }"),
+    **{
+        f"instance_group.secondary_devices.{name}": (
+            "",
+            "instance_group { secondary_devices { kind: KIND_NVDLA device_id: 1 } }",
+        )
+        for name in ("kind", "device_id")
+    },
+    "input.is_shape_tensor": ("", SHAPE % ("input", "a")),
+    "output.is_shape_tensor": ("", SHAPE % ("output", "b")),
+    "runtime": ("", 'runtime: "model.py"'),
+    "cc_model_filenames": (
+        ON_GPU,
+        ON_GPU + 'cc_model_filenames { key: "9.0" value: "net.bin" }',
+    ),
+    **{
+        f"model_repository_agents.agents.{name}": (
+            "",
+            "model_repository_agents { agents { name: 'checksum' parameters { key: 'MD5:1/net.bin' "
+            "value: '" + "0" * 32 + "' } } }",
+        )
+        for name in ("name", "parameters")
     },
     "default_model_filename": ("", 'default_model_filename: "net.bin"'),
     "metric_tags": ("", 'metric_tags { key: "team" value: "vision" }'),
@@ -289,8 +316,10 @@ def test_every_field_that_is_read_is_tried_here():
 
 
 @pytest.mark.parametrize("path", sorted(pbtxt_fields.READ))
-def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path):
+def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path, monkeypatch):
     """The configuration, which versions are served, or that the model can be loaded at all."""
+    gpu = Gpu(0, "GPU-0", "Made Up", 1 << 34, 1 << 34, compute_capability="9.0")
+    monkeypatch.setattr("penstock.system.devices.read_gpus", lambda: (gpu,))
     beside, text = READ[path]
 
     def outcome(text: str) -> object:
@@ -314,15 +343,12 @@ def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path):
     ("text", "warning"),
     [
         (
-            "instance_group { } instance_group { passive: true }",
-            "instance_group[1].passive: has no effect; every instance",
+            "instance_group { } instance_group { profile: '1' }",
+            "instance_group[1].profile: has no effect; the first profile",
         ),
-        ('cc_model_filenames { key: "8.0" value: "a" }', "cc_model_filenames: has no effect"),
-        ('instance_group { host_policy: "numa" }', "instance_group[0].host_policy: "),
         ("optimization { cuda { graphs: true } }", "optimization.cuda: has no effect; for CUDA"),
         ("optimization { priority: PRIORITY_MAX }", "optimization.priority: has no effect"),
-        ("input { is_shape_tensor: true }", "input[1].is_shape_tensor: has no effect"),
-        ('runtime: "libtriton.so"', "runtime: has no effect"),
+        ("input { is_non_linear_format_io: true }", "input[1].is_non_linear_format_io: has no"),
     ],
 )
 def test_the_warning_has_the_place_and_what_to_do(text: str, warning: str):

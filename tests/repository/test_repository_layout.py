@@ -579,7 +579,7 @@ def test_field_that_asks_for_nothing_more_is_accepted(tmp_path: Path, field: str
     [
         "optimization { execution_accelerators { gpu_execution_accelerator "
         '{ name: "tensorrt" } } }',
-        'model_repository_agents { agents { name: "checksum" } }',
+        'model_repository_agents { agents { name: "decrypt" } }',
     ],
 )
 def test_field_that_would_change_or_guard_the_model_is_not_silently_dropped(
@@ -589,15 +589,15 @@ def test_field_that_would_change_or_guard_the_model_is_not_silently_dropped(
 
 
 def test_unknown_backend_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    [problem] = problems(tmp_path, 'backend: "unheard_of"' + TENSORS)
+    [problem] = problems(tmp_path, 'backend: "dali"' + TENSORS)
     assert problem.startswith("backend: ")
-    assert "'unheard_of'" in problem and "onnxruntime" in problem
+    assert "'dali'" in problem and "onnxruntime" in problem
 
 
 def test_unknown_platform_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    [problem] = problems(tmp_path, 'platform: "unheard_of"' + TENSORS)
+    [problem] = problems(tmp_path, 'platform: "caffe2_netdef"' + TENSORS)
     assert problem.startswith("platform: ")
-    assert "'unheard_of'" in problem
+    assert "'caffe2_netdef'" in problem
     assert "onnxruntime_onnx, tensorrt_plan" in problem
 
 

@@ -1,5 +1,6 @@
 """Models are put on the GPUs there are, as long as there is room for them."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from penstock.config import DECODE_BYTES, BatchPolicy, ModelConfig, Preprocess
 from penstock.serving.fleet import Arrangement, Fleet, shares_of, weight_bytes
+from penstock.system.host_policy import HostPolicy
 from penstock.types import TensorSpec
 
 GIB = 1 << 30
@@ -54,6 +56,31 @@ def test_the_machine_is_not_asked_for_models_of_the_cpu():
     found = Fleet(0.0, fail).arrange([CONFIG])
     assert found.configs == [CONFIG]
     assert found.plan == ()
+
+
+def test_workers_are_pinned_as_their_group_or_their_device_says():
+    cores = HostPolicy((min(os.sched_getaffinity(0)),))
+    fleet = Fleet(0.0, GPUS, {"fast": cores, "cpu": cores, "gpu_1": cores})
+    named = replace(CONFIG, host_policies={"cuda": "fast"}).on(["cuda:0", "cpu", "cuda:1"])
+    found = fleet.pin(named)
+    assert found.pinned == dict.fromkeys(("cuda:0", "cpu", "cuda:1"), cores)
+    assert fleet.pin(found) == found
+    other = fleet.pin(CONFIG.on(["cuda:0", "cuda:1"]))
+    assert other.pinned == {"cuda:1": cores}
+    worker = other.of_worker("cuda:1", 1)
+    assert (worker.host_policy, worker.pinned) == (cores, {})
+    assert other.of_worker("cuda:0", 1).host_policy is None
+
+
+def test_a_policy_that_the_server_does_not_have_is_a_warning():
+    config = replace(CONFIG, host_policies={"cpu": "slow"})
+    [warning] = Fleet(0.0, GPUS, {}).pin(config).warnings
+    assert warning.startswith("instance_group.host_policy: 'slow' has no effect; the server has no")
+    text = replace(config, backend="llm")
+    fleet = Fleet(0.0, GPUS, {"slow": HostPolicy((0,))})
+    [warning] = fleet.pin(text).warnings
+    assert warning.endswith("has no effect; an engine uses all cores")
+    assert fleet.pin(text).pinned == {}
 
 
 def test_what_does_not_fit_is_refused_and_the_others_are_not():

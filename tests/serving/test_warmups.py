@@ -1,6 +1,7 @@
 """Warm-up batches: the data that `model_warmup` asks for, and that workers run them."""
 
 import asyncio
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,3 +140,15 @@ def test_a_model_that_fails_on_its_warm_up_is_not_loaded():
         await closing
 
     asyncio.run(main())
+
+
+def test_a_file_with_another_checksum_blocks_the_load(tmp_path):
+    file = tmp_path / "1" / "model.bin"
+    file.parent.mkdir()
+    file.write_bytes(b"weights")
+    digest = hashlib.md5(b"weights", usedforsecurity=False).hexdigest()
+    config = replace(CONFIG, checksums=((str(file), digest),))
+    worker_load.load_runner(config, None)
+    file.write_bytes(b"others")
+    with pytest.raises(ConfigError, match=r"1/model.bin: its MD5 is .*, model_repository_agents"):
+        worker_load.load_runner(config, None)
