@@ -487,6 +487,8 @@ class ModelConfig:
     first_response_ms: tuple[float, ...] = ()
     # Whether answers may come from the response cache, if the server has one.
     is_cached: bool = False
+    # Whether a request has any number of responses (`model_transaction_policy`).
+    is_decoupled: bool = False
     # One for each instance in the order of the groups, if any needs a resource; the core then
     # queues the requests. Empty if the server does not limit executions.
     rate_limits: tuple[RateLimit, ...] = ()
@@ -588,8 +590,9 @@ class ModelConfig:
 
     @property
     def has_one_owner(self) -> bool:
-        """Whether the core queues the requests of all shards, because they share state."""
-        return self.sequences is not None or bool(self.rate_limits)
+        """Whether the core queues the requests of all shards: they share state, or their responses
+        take as long as they like, while workers run other batches."""
+        return self.is_decoupled or self.sequences is not None or bool(self.rate_limits)
 
     @property
     def num_sequence_slots(self) -> int:

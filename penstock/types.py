@@ -140,6 +140,8 @@ class Timings:
     # outputs.
     compute_s: tuple[float, float, float] = NOT_COMPUTED
     completed: float = 0.0
+    # When the first of several responses came; 0: there was one, at `completed`.
+    first_response: float = 0.0
 
     @property
     def compute_input_s(self) -> float:
@@ -206,6 +208,8 @@ class Response:
     keeper: OutputKeeper | None = None
     # The outputs in memory of their own, instead of `outputs`, if the request takes them so.
     arrays: dict[str, Array] | None = None
+    # Whether it is no response, only the end of those before it.
+    is_empty: bool = False
 
 
 class ReplySink(Protocol):
@@ -225,6 +229,7 @@ class Request:
         "caller", "chain", "form", "id", "inputs", "is_done", "lost_with", "num_deaths", "num_rows",
         "num_tokens", "outputs", "parameters", "prefers_binary", "priority", "rows", "sink",
         "steps", "takes_arrays", "ticket", "timeout_s", "timings", "turn", "uses_regions",
+        "wants_empty_final",
     )  # fmt: skip
     # Set by the model that admits the request.
     ticket: Ticket
@@ -272,6 +277,8 @@ class Request:
         self.turn = 0
         # Whether an input or output has a place in a client's shared memory.
         self.uses_regions = False
+        # Whether the client hears of the end of its responses, if the last was not known as such.
+        self.wants_empty_final = False
         # What models of several stages have done for it; None unless the request is traced.
         self.steps: list[TracedStep] | None = None
 

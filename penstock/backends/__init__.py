@@ -56,6 +56,26 @@ class BatchRequest(Protocol):
         """Length of its padded axes without padding; 0: nothing is padded."""
 
 
+class Responder(Protocol):
+    """Takes the responses to one request of a decoupled model, in any thread, also after `start`
+    has returned. A model that drops it before the final one has failed the request."""
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for responses any more; the final one is still due."""
+
+    def send(
+        self,
+        answer: Outputs | Exception | None,
+        *,
+        is_final: bool,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        """Send a response with some of the outputs, or an error; None: there is none, which only
+        makes sense with `is_final`. Waits while there is no memory for it. BackendFailed if it is
+        wrong, or if the final one was sent before."""
+
+
 class JoinedRows(Mapping[str, Array]):
     """Inputs whose rows are in several pieces of memory. Each input is joined when it is read for
     the first time, in its `room` if it has one."""
@@ -96,6 +116,8 @@ class Batch:
     # Runs of rows, in order, that `inputs` joins when they are read; empty: `inputs` are in one
     # piece. A runner that copies its inputs anyway copies them from here.
     pieces: Sequence[Mapping[str, Array]] = ()
+    # For the responses to each of `requests`, if the runner is decoupled.
+    responders: Sequence[Responder] = ()
 
     @classmethod
     def of(
@@ -155,8 +177,8 @@ class Execution(Protocol):
         """Seconds spent on the answer: postprocessing, or the D2H copy."""
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
-        """Return the answers to the batch: one for most models, none or several for decoupled ones.
-        Shapes may be unknown until now. Raises the model's error."""
+        """Return the one answer to the batch, or none if the runner is decoupled: then responses
+        leave by `Batch.responders`. Shapes may be unknown until now. Raises the model's error."""
 
 
 class Runner:
@@ -177,6 +199,9 @@ class Runner:
     # Whether `start` only launches a batch, so that several are in flight at once: as many as the
     # model has instances on the device. Another thread then calls `wait`.
     runs_ahead = False
+    # Whether requests have any number of responses, by `Batch.responders`; their inputs may be used
+    # until the last of them. Such a runner is called by one thread, but not by the one that loads.
+    is_decoupled = False
 
     def built(self) -> Mapping[str, str]:
         """Return the effective settings, read back from the library."""

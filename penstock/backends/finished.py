@@ -19,6 +19,15 @@ class Finished:
         return (self.outputs,)
 
 
+class Unanswered:
+    """The execution of a decoupled runner, whose answers leave by `Batch.responders`."""
+
+    prepare_s = finish_s = 0.0
+
+    def wait(self) -> Iterable[Outputs | PerRequest]:
+        return ()
+
+
 def finish(batch: Batch, answers: Sequence[Outputs | Exception], *times: float) -> Finished:
     """Return the answers to the requests of a batch. Without `requests` there is one, which is
     raised if it is an error."""

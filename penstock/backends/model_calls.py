@@ -36,13 +36,15 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class CalledAnswer:
-    """One answer to a call: outputs, whose memory is their own, or an error with its class."""
+    """One answer to a call: outputs, whose memory is their own, or an error with its class;
+    `is_empty`: there is none, only the end of those before."""
 
     outputs: Sequence[Tensor] = ()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     error_kind: str = ""
     error: str = ""
     is_final: bool = True
+    is_empty: bool = False
 
 
 Deliver = Callable[[CalledAnswer], None]

@@ -20,7 +20,7 @@ from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest,
 from penstock.backends.finished import finish, good_rows
 from penstock.backends.heads import Headed, open_head
 from penstock.backends.preprocess import BatchedStep, open_step
-from penstock.backends.python import Code
+from penstock.backends.python_code import Code
 from penstock.config import STAGES, ModelConfig, Padding
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec, shape_fits

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.backends.python import Code
+from penstock.backends.python_code import Code
 from penstock.backends.python_signature import TRITON, EntryPoint, find_entry, read_form
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError

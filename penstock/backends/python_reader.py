@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from penstock.backends import triton_python_backend_utils as pb_utils
-from penstock.backends.python import Code
+from penstock.backends.python_code import Code
 from penstock.backends.python_signature import TRITON, find_entry, read_form
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
@@ -55,9 +55,10 @@ def _read_triton(code: Code, module: ModuleType) -> Signature:
         return TensorSpec(str(item["name"]), datatype, shape, bool(item.get("optional")))
 
     inputs, outputs = (tuple(map(spec, values[kind])) for kind in ("input", "output"))
-    if not outputs:
+    is_decoupled = pb_utils.using_decoupled_model_transaction_policy(values)
+    if not outputs and not is_decoupled:
         raise ConfigError(NOT_TOLD)
-    return Signature(inputs, outputs, chosen_batch=max_batch)
+    return Signature(inputs, outputs, chosen_batch=max_batch, is_decoupled=is_decoupled)
 
 
 def main() -> None:

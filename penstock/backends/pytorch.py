@@ -46,7 +46,7 @@ from penstock.backends.checks import (
 )
 from penstock.backends.finished import Finished
 from penstock.backends.onnx_import.elementwise import cast_within
-from penstock.backends.python import Code
+from penstock.backends.python_code import Code
 from penstock.backends.rows import rows_to_run, rungs_of
 from penstock.backends.torch_cuda import (
     DeviceInputs,

@@ -20,6 +20,7 @@ from penstock.backends.model_calls import (
     ModelCall,
     find_line,
 )
+from penstock.backends.triton_responses import TritonModelException
 from penstock.errors import NotReady, PenstockError, error_text
 from penstock.types import Parameter, Tensor, from_array, to_array
 
@@ -81,16 +82,16 @@ def describe(request: pb_utils.InferenceRequest) -> ModelCall:
     """Return the call of a request; TritonModelException if the model's code made it wrongly."""
     name = request.model_name()
     if not name or not isinstance(name, str):
-        raise pb_utils.TritonModelException(
+        raise TritonModelException(
             f"InferenceRequest: model_name must be the name of the model to call, got {name!r}"
         )
     try:
         find_line()
     except NotReady as error:
-        raise pb_utils.TritonModelException(f"cannot call model '{name}': {error}") from None
+        raise TritonModelException(f"cannot call model '{name}': {error}") from None
     outputs = request.requested_output_names()
     if not all(isinstance(each, str) for each in outputs):
-        raise pb_utils.TritonModelException(
+        raise TritonModelException(
             f"InferenceRequest: requested_output_names must be names of outputs, got {outputs!r}"
         )
     version = request.model_version()
@@ -112,7 +113,7 @@ def _parameters(request: pb_utils.InferenceRequest) -> Mapping[str, Parameter]:
         if not isinstance(value, bool | int | float | str):
             kinds = "a bool, int, float or str"
             problem = f"InferenceRequest: parameter '{key}' must be {kinds}, got {value!r}"
-            raise pb_utils.TritonModelException(problem)
+            raise TritonModelException(problem)
         found[key] = value
     if request.timeout():
         found["timeout"] = request.timeout()
@@ -127,7 +128,7 @@ def _parameters(request: pb_utils.InferenceRequest) -> Mapping[str, Parameter]:
 
 def _to_tensor(given: object) -> Tensor:
     if not isinstance(given, pb_utils.PbTensor):
-        raise pb_utils.TritonModelException(
+        raise TritonModelException(
             f"InferenceRequest: inputs must be pb_utils.Tensor objects, got {type(given).__name__}"
         )
     return from_array(given.name(), given.v2_datatype(), given.as_numpy())
@@ -157,22 +158,25 @@ def _response(answer: CalledAnswer) -> pb_utils.InferenceResponse:
 
 
 def _only(call: ModelCall, answer: CalledAnswer) -> pb_utils.InferenceResponse:
-    if answer.is_final:
+    if answer.is_final and not answer.is_empty:
         return _response(answer)
-    what = f"model '{call.model_name}' gives several responses"
+    count = "no response" if answer.is_empty else "several responses"
+    what = f"model '{call.model_name}' gives {count}"
     return _error("Unsupported", f"{what}; call it with decoupled=True and iterate over them")
 
 
 def _iterate(answers: CalledAnswers) -> Iterator[pb_utils.InferenceResponse]:
     with closing(answers):
         for answer in answers:
-            yield _response(answer)
+            if not answer.is_empty:
+                yield _response(answer)
 
 
 async def _iterate_awaited(answers: AwaitedAnswers) -> AsyncIterator[pb_utils.InferenceResponse]:
     with closing(answers):
         async for answer in answers:
-            yield _response(answer)
+            if not answer.is_empty:
+                yield _response(answer)
 
 
 async def _iterate_failure(error: PenstockError) -> AsyncIterator[pb_utils.InferenceResponse]:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from penstock.backends import Responder
 from penstock.backends.current import Current
+from penstock.backends.triton_responses import ResponseSender, TritonModelException
 from penstock.types import DATATYPES, Array, Parameter
 
 if TYPE_CHECKING:
@@ -37,10 +39,6 @@ DLPACK_CPU = (1, 0)
 # Triton's numbers of datatypes, in the order of its C API.
 TYPE_NAMES = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16"
 TYPE_NUMBERS = {name: number for number, name in enumerate(TYPE_NAMES.split(), 1)}
-
-
-class TritonModelException(Exception):
-    """Raised by models, and by this module for features that the server does not support."""
 
 
 class TritonError:
@@ -141,8 +139,9 @@ class PbTensor:
         return True
 
 
-# The name that models of Triton use.
+# The names that models of Triton use.
 Tensor = PbTensor
+InferenceResponseSender = ResponseSender
 # The folder of the version whose code runs; not in Triton's interface.
 MODEL_DIR: Current[str] = Current("model_dir")
 
@@ -175,6 +174,9 @@ class InferenceRequest:
         self._timeout = timeout
         self._trace = trace
         self._parameters = parameters or {}
+        # None for requests that a model creates.
+        self._responder: Responder | None = None
+        self._sender: ResponseSender | None = None
 
     def __repr__(self) -> str:
         return f"<InferenceRequest {self._id!r} {self._inputs}>"
@@ -211,15 +213,28 @@ class InferenceRequest:
         """Return the parameters as JSON."""
         return json.dumps(dict(self._parameters))
 
+    def answer_by(self, responder: Responder) -> None:
+        """Take the responder of this request; called by the server."""
+        self._responder = responder
+
+    @property
+    def has_sender(self) -> bool:
+        """Whether the model has asked for the response sender."""
+        return self._sender is not None
+
     def is_cancelled(self) -> bool:
-        return False
+        return self._responder is not None and self._responder.is_cancelled
 
     def set_release_flags(self, flags: int) -> None:
         if flags != TRITONSERVER_REQUEST_RELEASE_ALL:
             _refuse("rescheduling a request")
 
-    def get_response_sender(self) -> NoReturn:
-        _refuse("get_response_sender (decoupled responses)")
+    def get_response_sender(self) -> ResponseSender:
+        if self._responder is None:
+            raise TritonModelException("get_response_sender: the model made this request itself")
+        if self._sender is None:
+            self._sender = ResponseSender(self._responder)
+        return self._sender
 
     def exec(
         self, decoupled: bool = False, execution_timeout: int = 0
@@ -255,8 +270,9 @@ class InferenceResponse:
                 )
         if error is not None and not isinstance(error, TritonError):
             raise TritonModelException(f"error: expected a TritonError, got {type(error).__name__}")
-        if parameters:
-            _refuse("parameters of a response")
+        self._parameters = dict(parameters or {})
+        if error is not None and self._parameters:
+            raise TritonModelException("parameters: a response with an error has none")
         self._tensors = list(output_tensors)
         self._error = error
 
@@ -270,7 +286,8 @@ class InferenceResponse:
         return self._error
 
     def parameters(self) -> str:
-        return "{}"
+        """Return the parameters as JSON."""
+        return json.dumps(self._parameters)
 
 
 class Logger:
@@ -333,8 +350,7 @@ class AutoConfig:
         """Does nothing: a model without a configuration is batched anyway."""
 
     def set_model_transaction_policy(self, policy: ParsedConfig) -> None:
-        if policy.get("decoupled"):
-            _refuse("decoupled models")
+        self._values["model_transaction_policy"] = {"decoupled": bool(policy.get("decoupled"))}
 
     def _add(self, kind: str, properties: ParsedConfig) -> None:
         missing = [key for key in ("name", "data_type", "dims") if key not in properties]

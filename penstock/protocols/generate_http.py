@@ -1,22 +1,22 @@
-"""Triton's generate extension over HTTP: text to a language model, the answer whole or as events.
+"""Triton's generate extension over HTTP: JSON to any model, the answer whole or as events.
 
-Only translates (`wire.generate_v2`); `text_answers` does the rest. Errors have v2's form, also for
-models that are not language models.
+Only translates. Texts to language models have fields of their own (`wire.generate_v2`), and
+`text_answers` does the rest; `generate_answers` has models of tensors. Errors have v2's form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.errors import SHUTTING_DOWN, NotReady, Unsupported
+from penstock.errors import SHUTTING_DOWN, NotReady
 from penstock.llm.language_model import LanguageModel
+from penstock.protocols.generate_answers import generate
 from penstock.protocols.http import Exchange
 from penstock.protocols.route_table import find
 from penstock.protocols.text_answers import Answer, GenerateCall, StreamedAnswer, counted, guarded
 from penstock.protocols.whole_answers import OneEventAnswer, WholeAnswer
 from penstock.serving.model_table import ModelTable
-from penstock.serving.traffic_split import TrafficSplit
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import GenerateForm
 
@@ -35,10 +35,14 @@ class GenerateHttp:
             assert match is not None
             is_stream = match.route.handler == "generate_stream"
             named = match.model_name, match.model_version
-            model, split = self._choose(*named, exchange.head.headers)
+            model, split = self._catalog.choose(*named, exchange.head.headers)
             with counted(model, exchange.received):
                 if self._is_draining():
                     raise NotReady(SHUTTING_DOWN)
+            if not isinstance(model, LanguageModel):
+                generate(exchange, model, split, is_stream, self._is_logged)
+                return
+            with counted(model, exchange.received):
                 asked = generate_v2.read(exchange.body, is_stream)
             answer: type[Answer] = OneEventAnswer if is_stream else WholeAnswer
             call = GenerateCall(
@@ -55,14 +59,3 @@ class GenerateHttp:
                 asked=[{"prompt": asked.text}],
             )
             call.tokenize([asked.text])
-
-    def _choose(
-        self, name: str, version: str, headers: Mapping[bytes, bytes]
-    ) -> tuple[LanguageModel, TrafficSplit | None]:
-        model, split = self._catalog.choose(name, version, headers)
-        if not isinstance(model, LanguageModel):
-            raise Unsupported(
-                f"generate is for language models; '{name}' takes tensors: ask "
-                f"/v2/models/{name}/infer"
-            )
-        return model, split

@@ -1,16 +1,25 @@
-"""Inference over gRPC: one request a call, or a stream of them. Each is the sink of its request."""
+"""Inference over gRPC: messages to requests, and one request a call, which is its sink.
+
+`infer_stream` has streams of them.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
-from penstock.errors import SHUTTING_DOWN, NotAllowed, NotReady, PenstockError, QuotaExceeded
+from penstock.config import ModelConfig
+from penstock.errors import (
+    SHUTTING_DOWN,
+    NotReady,
+    PenstockError,
+    QuotaExceeded,
+    Unsupported,
+)
 from penstock.protocols import access_log
 from penstock.protocols.gate import Gate
-from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall, log
+from penstock.protocols.grpc_call import RpcHead, UnaryCall
 from penstock.protocols.grpc_server import GrpcServer
 from penstock.protocols.h2_stream import H2Stream
 from penstock.serving.lifecycle import Lifecycle
@@ -20,13 +29,10 @@ from penstock.serving.regions import read_regions
 from penstock.serving.served import Served
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import Buffer, ReplySink, Request, Response
-from penstock.wire.grpc_status import MAX_DETAILS
 from penstock.wire.v2 import classified, wants_classes
 from penstock.wire.v2_pb import parse_infer
-from penstock.wire.v2_pb_templates import PbCodec, stream_answer, stream_error
+from penstock.wire.v2_pb_templates import PbCodec
 
-# Requests of one stream in flight; at the limit the stream is not read further.
-MAX_STREAM_CALLS = 1024
 # Takes a token of a key's rate. False: the function is called later, with None or with the refusal.
 Take = Callable[[bytes, Callable[[QuotaExceeded | None], None]], bool]
 
@@ -42,6 +48,8 @@ class InferTarget(ReplySink, Protocol):
     id: str
     model: Served | None
     request: Request | None
+    # Whether it takes any number of answers.
+    is_streamed: bool
 
     @property
     def is_over(self) -> bool:
@@ -55,6 +63,13 @@ class InferTarget(ReplySink, Protocol):
 
     def refuse_bug(self) -> None:
         """Log the exception that is being handled, and answer."""
+
+
+class OpenStream(Protocol):
+    """A stream of requests."""
+
+    def finish(self, reason: PenstockError) -> None:
+        """Let it end once all is answered."""
 
 
 class InferRpcs:
@@ -76,7 +91,7 @@ class InferRpcs:
         self.gate = gate
         self.logs_requests = logs_requests
         # Open streams, which end when the server stops.
-        self.streams: set[InferStream] = set()
+        self.streams: set[OpenStream] = set()
 
     def submit(self, data: Buffer, target: InferTarget, caller: bytes, received: float) -> None:
         """Submit a ModelInferRequest, perhaps later; raises if it is refused before a model has
@@ -134,6 +149,7 @@ class InferRpcs:
                     request = self._codec.decode(message, raw, data, target, received)
                 else:
                     request = form.fill(data, target, received)
+                check_decoupled(model.config, request, target.is_streamed)
             except PenstockError as error:
                 model.refused(error, received)
                 raise
@@ -193,10 +209,23 @@ class InferRpcs:
             stream.finish(NotReady(SHUTTING_DOWN))
 
 
+def check_decoupled(config: ModelConfig, request: Request, is_streamed: bool) -> None:
+    """Raise Unsupported if a request cannot have any number of responses, but may get them."""
+    if not config.is_decoupled:
+        return
+    if not is_streamed:
+        text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+        raise Unsupported(f"{text}; use ModelStreamInfer")
+    if any(output.place is not None for output in request.outputs):
+        text = "decoupled models have any number of responses, which shared memory cannot hold"
+        raise Unsupported(f"outputs in shared memory: {text}")
+
+
 class InferOnce(UnaryCall):
     """A ModelInfer."""
 
     __slots__ = ("_rpcs", "id", "model", "request")
+    is_streamed = False
 
     def __init__(
         self, rpcs: InferRpcs, server: GrpcServer, stream: H2Stream, head: RpcHead
@@ -238,176 +267,3 @@ class InferOnce(UnaryCall):
     def left(self) -> None:
         if self.model is not None and self.request is not None:
             self.model.cancel(self.request)
-
-
-class StreamedInfer:
-    """One request of a stream; `parts` is its answer, once there is one."""
-
-    __slots__ = ("_rpcs", "_stream", "id", "model", "parts", "request")
-
-    def __init__(self, rpcs: InferRpcs, stream: InferStream) -> None:
-        self._rpcs = rpcs
-        self._stream = stream
-        self.id = ""
-        self.model: Served | None = None
-        self.request: Request | None = None
-        self.parts: list[Buffer] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self._stream.is_over
-
-    @property
-    def headers(self) -> Mapping[bytes, bytes]:
-        return self._stream.stream.head.headers
-
-    def start(self, data: Buffer) -> None:
-        stream = self._stream
-        try:
-            self._rpcs.submit(data, self, stream.head.caller, stream.server.now())
-        except PenstockError as error:
-            self.refuse(error)
-        except Exception:  # The protocol edge.
-            self.refuse_bug()
-
-    def refuse(self, error: PenstockError) -> None:
-        if self._stream.ends_by_error:
-            self._stream.fail(error)
-        else:
-            self._answer(stream_error(self.id, str(error)[:MAX_DETAILS]))
-
-    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
-        self.request = None
-        if isinstance(answer, PenstockError):
-            self.refuse(answer)
-        else:
-            try:
-                parts = stream_answer(self._rpcs.encode(self, request, answer))
-                # The tensors are only valid until this returns.
-                self._answer([b"".join(parts)])
-            except PenstockError as error:
-                self.refuse(error)
-            except Exception:  # Keep serving.
-                self.refuse_bug()
-        if self._rpcs.logs_requests:
-            self._rpcs.log(self, request, answer)
-
-    def cancel(self) -> None:
-        if self.model is not None and self.request is not None:
-            self.model.cancel(self.request)
-
-    def refuse_bug(self) -> None:
-        log.exception("while answering a request of a stream")
-        self._answer(stream_error(self.id, "internal error"))
-
-    def _answer(self, parts: list[Buffer]) -> None:
-        self.parts = parts
-        self._stream.flush()
-
-
-class InferStream(GrpcCall):
-    """A ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
-
-    __slots__ = (
-        "_has_all", "_infers", "_is_flushing", "_is_reading", "_refusal", "_rpcs", "_unread",
-        "ends_by_error",
-    )  # fmt: skip
-
-    def __init__(
-        self, rpcs: InferRpcs, server: GrpcServer, stream: H2Stream, head: RpcHead
-    ) -> None:
-        super().__init__(server, stream, head)
-        self._rpcs = rpcs
-        # An error ends the stream, as in Triton.
-        self.ends_by_error = stream.head.headers.get(b"triton_grpc_error") == b"true"
-        self._infers: deque[StreamedInfer] = deque()
-        # Messages beyond MAX_STREAM_CALLS.
-        self._unread: deque[Buffer] = deque()
-        self._is_reading = True
-        # The client has sent its last message, and it was read.
-        self._has_all = False
-        self._is_flushing = False
-        # Why the stream ends before its client ends it.
-        self._refusal: PenstockError | None = None
-        rpcs.streams.add(self)
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._infers)
-
-    def message(self, data: Buffer) -> None:
-        if not self._is_reading:
-            return
-        if self._unread or len(self._infers) >= MAX_STREAM_CALLS:
-            self._unread.append(data)
-            self.stream.pause()
-        else:
-            self._begin(data)
-
-    def _begin(self, data: Buffer) -> None:
-        try:
-            self._rpcs.gate.check_caller("infer", self.head.caller)
-        except NotAllowed as error:
-            # Requests that were read before get their answers.
-            self.finish(error)
-            return
-        infer = StreamedInfer(self._rpcs, self)
-        self._infers.append(infer)
-        infer.start(data)
-
-    def ended(self) -> None:
-        self._has_all = True
-        self.flush()
-
-    def finish(self, reason: PenstockError) -> None:
-        """Read no further; end for this reason when all is answered, unless the client has sent all
-        by now."""
-        if not self._has_all:
-            self._refusal = reason
-        self._is_reading = False
-        self._has_all = True
-        self._unread.clear()
-        self.flush()
-
-    def drained(self) -> None:
-        self.flush()
-
-    def flush(self) -> None:
-        """Send the answers that are due, while the client takes them, and begin unread requests in
-        their place. Those may be answered at once, which calls this again."""
-        if self._is_flushing:
-            return
-        self._is_flushing = True
-        self._send_due()
-        while self._unread and len(self._infers) < MAX_STREAM_CALLS and not self.is_over:
-            self._begin(self._unread.popleft())
-            self._send_due()
-            if not self._unread:
-                self.stream.resume()
-        self._is_flushing = False
-        if self._has_all and not self._infers and not self._unread and not self.is_over:
-            self._finish()
-
-    def _send_due(self) -> None:
-        infers = self._infers
-        while infers and not self.stream.unsent and not self.is_over:
-            parts = infers[0].parts
-            if parts is None:
-                return
-            infers.popleft()
-            self.send(parts)
-
-    def _finish(self) -> None:
-        if self._refusal is not None:
-            self.fail(self._refusal)
-        else:
-            self._rpcs.streams.discard(self)
-            self.end()
-
-    def left(self) -> None:
-        self._rpcs.streams.discard(self)
-        self._unread.clear()
-        infers = list(self._infers)
-        self._infers.clear()
-        for infer in infers:
-            infer.cancel()

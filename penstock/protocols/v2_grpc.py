@@ -31,7 +31,8 @@ from penstock.protocols.gate import Gate
 from penstock.protocols.grpc_call import GrpcCall, RpcHead, UnaryCall
 from penstock.protocols.grpc_server import GrpcServer, OpenCall
 from penstock.protocols.h2_stream import H2Stream
-from penstock.protocols.infer_grpc import InferOnce, InferRpcs, InferStream
+from penstock.protocols.infer_grpc import InferOnce, InferRpcs
+from penstock.protocols.infer_stream import InferStream
 from penstock.protocols.reflection_grpc import ReflectionCall
 from penstock.protocols.route_table import HEALTH, INFERENCE, REFLECTION, RPC_ROUTES
 from penstock.serving.management import ManagementCall

@@ -47,6 +47,12 @@ from penstock.wire.v2_request import decode_raw
 REJECTIONS = {413: TooLarge, 503: NotReady}
 
 
+ONCE_ONLY = (
+    "HTTP end point doesn't support models with decoupled transaction policy; use "
+    "generate_stream, or ModelStreamInfer over gRPC"
+)
+
+
 class Parked(Exception):
     """A message waits for a token of its key's rate; the router calls `V2Http.handle` again."""
 
@@ -141,8 +147,7 @@ class LocalInference:
             model, split = self._choose(call, exchange.long)
         sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
         try:
-            if self._lifecycle.is_draining:
-                raise NotReady(SHUTTING_DOWN)
+            self._check_answers(model)
             body, received, long = exchange.body, exchange.received, exchange.long
             if long is not None:
                 assert isinstance(long, TensorBody)
@@ -165,6 +170,13 @@ class LocalInference:
             model.submit(request)
         else:
             model.submit(request, long.reservation)
+
+    def _check_answers(self, model: Served) -> None:
+        """Raise if no request to this model gets its one answer now."""
+        if self._lifecycle.is_draining:
+            raise NotReady(SHUTTING_DOWN)
+        if model.config.is_decoupled:
+            raise Unsupported(ONCE_ONLY)
 
     def _choose(
         self, call: InferCall, long: LongBody | None = None

@@ -253,6 +253,8 @@ def _set_arrays(
 class FutureTarget:
     """The sink of a ModelInferRequest, whose answer is a future of this event loop."""
 
+    is_streamed = False
+
     def __init__(self, server: EmbeddedServer) -> None:
         self._server = server
         # Rollouts choose versions by headers; a replica has none.

@@ -50,6 +50,7 @@ from penstock.repository import (
     onnx_file,
     openvino_file,
     parameters,
+    pbtxt_decoupled,
     pbtxt_ensemble,
     pbtxt_fields,
     pbtxt_metrics,
@@ -223,6 +224,7 @@ def to_message(config: ModelConfig, base: Proto = None) -> Proto:
     if config.sequences is None:
         _describe_batching(message, config.batching)
     pbtxt_views.describe_batch(message, config)
+    pbtxt_decoupled.describe(message, config)
     message.metric_tags.update(config.metric_tags)
     if config.is_cached:
         message.response_cache.enable = True
@@ -395,6 +397,8 @@ class _Resolver:
     _problems: list[str] = dataclasses.field(default_factory=list)
     _notes: list[str] = dataclasses.field(default_factory=list)
     _warnings: list[str] = dataclasses.field(default_factory=list)
+    # Whether the file's signature says so.
+    _says_decoupled: bool = False
     # The artifact's name, if it is not the backend's usual one.
     _file: str = ""
 
@@ -478,9 +482,8 @@ class _Resolver:
             self._check_image(preprocess, inputs)
         padding = reader.padding(preprocess.inputs if preprocess else inputs)
         batching = replace(self._batching(max_batch), slo_latency_s=reader.slo_latency_s())
-        if not inputs:
-            # Without inputs the number of rows of a batch is undefined.
-            batching = replace(batching, is_dynamic=False)
+        # Without inputs the number of rows of a batch is undefined.
+        batching = replace(batching, is_dynamic=batching.is_dynamic and bool(inputs))
         config = ModelConfig(
             name=self._name,
             version=self._folder.name,
@@ -502,6 +505,7 @@ class _Resolver:
             batch_outputs=pbtxt_views.read_batch_outputs(
                 message.batch_output, inputs, outputs, self._problem
             ),
+            is_decoupled=self._is_decoupled(backend, artifact),
             sequences=pbtxt_sequences.read(message, self._folder.resolve().parent, self._problem),
             slo=reader.slo(),
             record=reader.record((*inputs, *outputs)),
@@ -567,6 +571,7 @@ class _Resolver:
         """Refuse fields that do not fit each other."""
         misfits = pbtxt_views.conflicts(config)
         misfits += pbtxt_sequences.conflicts(config, is_cached=is_cached)
+        misfits += pbtxt_decoupled.conflicts(config, is_cached=is_cached)
         misfits += pbtxt_placement.problems(self._message, config.backend)
         self._problems += [f"{path}: {why}" for path, why in misfits]
 
@@ -700,6 +705,8 @@ class _Resolver:
                 self._problem(f"{where}{artifact.name}", problem)
             # The file might have allowed batches.
             return (), (), self._message.max_batch_size or DEFAULT_MAX_BATCH
+        if not signature.outputs and not outputs:
+            self._problem("output", f"must be given here or in {artifact.name}, {OUTPUT_EXAMPLE}")
         max_batch = self._message.max_batch_size
         if not max_batch and not inputs and not outputs:
             if signature.has_batch:
@@ -707,6 +714,7 @@ class _Resolver:
                 max_batch = min(most, signature.max_batch or most)
             self._notes += _batching_notes(signature, max_batch)
         self._notes += signature.notes
+        self._says_decoupled = signature.is_decoupled
         skip = 1 if max_batch else 0
         # Control inputs and states are not clients'.
         hidden = pbtxt_sequences.tensor_names(self._message)
@@ -717,6 +725,21 @@ class _Resolver:
             for specs in (signature.inputs, signature.outputs)
         ]
         return inputs or read[0], outputs or read[1], max_batch
+
+    def _is_decoupled(self, backend: str, artifact: Path) -> bool:
+        """Whether a request has any number of responses, as config.pbtxt or the code says."""
+        if backend == LLM:
+            return False
+        if self._says_decoupled or pbtxt_decoupled.read(self._message):
+            return True
+        read = _signature_reader(backend, artifact)
+        if not pbtxt_decoupled.may_say_so(self._message, backend, artifact) or read is None:
+            return False
+        try:
+            return read(artifact).is_decoupled
+        except ConfigError as error:
+            self._problem(artifact.name, str(error))
+            return False
 
     def _image_inputs(
         self, options: dict[str, str], backend: str, artifact: Path, inputs: Specs
@@ -924,6 +947,7 @@ def _ineffective(config: ModelConfig, message: Proto) -> list[str]:
         why = f"parameters.{IMAGE_SETTINGS} decides, so preprocessor_config.json is not read"
         found.append((f"parameters.{parameters.PREPROCESS}", why))
     found += _without_engine(config, message)
+    found += pbtxt_decoupled.warnings(config)
     warnings = [f"{path}: has no effect; {why}" for path, why in found]
     return [*pbtxt_fields.unused(message), *warnings, *parameters.unknown_options(config)]
 

@@ -52,6 +52,7 @@ _READ = {
     "optimization.execution_accelerators.gpu_execution_accelerator.": "name parameters",
     "optimization.execution_accelerators.cpu_execution_accelerator.": "name parameters",
     "parameters.": "string_value",
+    "model_transaction_policy.": "decoupled",
     "response_cache.": "enable",
     "model_metrics.metric_control.": "metric_identifier.family histogram_options.buckets",
     "model_warmup.": "name batch_size count",
@@ -67,9 +68,7 @@ GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
 # Refused if set: they change what a model does, and are not supported.
-_REFUSED = (
-    "model_operations sequence_batching.iterative_sequence model_transaction_policy.decoupled"
-)
+_REFUSED = "model_operations sequence_batching.iterative_sequence"
 REFUSED = frozenset(_REFUSED.split())
 # Without effect, and what to do instead. A path covers everything below it.
 REASONS = {

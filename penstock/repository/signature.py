@@ -18,6 +18,8 @@ class Signature:
     max_batch: int | None = None
     # The batch size that the model's author chose; 0: no batching.
     chosen_batch: int | None = None
+    # Whether the code says that a request has any number of responses.
+    is_decoupled: bool = False
     # Notes for the user about how the file is served.
     notes: tuple[str, ...] = ()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.serving.held_rows import HeldBatch
+from penstock.serving.response_counts import ResponseTimes
 from penstock.types import Request
 from penstock.wire import frames
 
@@ -48,6 +49,11 @@ class RunningBatch:
     waited_s: float = 0.0
     # Inputs and outputs that are not in shared memory.
     held: HeldBatch | None = None
+    # Of a decoupled model: the requests without a final response, by index; those that had theirs
+    # before the worker took the next batch; and whether it has done that.
+    unanswered: dict[int, ResponseTimes] = field(default_factory=dict)
+    finished: list[Request] = field(default_factory=list)
+    has_returned: bool = False
 
     def waits(self) -> Waits:
         """Return the mean waits of its requests, for a batch and for an instance."""

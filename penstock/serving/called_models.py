@@ -138,7 +138,8 @@ class CallLink:
                 self._place.waited_s, self._place.waited_at = total_s, self._calls.clock()
 
     def _start(self, frame: frames.CallModel, fds: Sequence[int]) -> None:
-        batch = next((each for each in self._place.batches if each.id == frame.batch), None)
+        running = (*self._place.batches, *self._place.returned)
+        batch = next((each for each in running if each.id == frame.batch), None)
         try:
             tensors = unpack(frame.parcel, fds)
             request = self._make_request(frame, tensors, batch)
@@ -183,7 +184,8 @@ class CallLink:
             self._send_error(number, error)
             return
         parameters = dict(answer.parameters or {})
-        frame = frames.CallAnswer(number, packed.parcel, final, parameters)
+        empty = answer.is_empty
+        frame = frames.CallAnswer(number, packed.parcel, final, parameters, is_empty=empty)
         data = frames.encode(frame)
         if len(data) > frames.MAX_FRAME_BYTES:
             self._abort(number, final)

@@ -20,6 +20,7 @@ from penstock.serving.batches import HangLimits, RunningBatch
 from penstock.serving.called_models import ModelCalls
 from penstock.serving.context import ModelContext
 from penstock.serving.core_link import CoreLink
+from penstock.serving.open_responses import OpenResponses, open_batch
 from penstock.serving.quarantine import PoisonGuard
 from penstock.serving.rate_limiter import UNLIMITED, BatchLimits
 from penstock.serving.recalls import Recalls
@@ -71,6 +72,8 @@ class Dispatcher:
         self._replies = replies
         self.calls = ModelCalls(context.config, context.callees, context.clock)
         self.recalls = Recalls(self.workers, queue, replies)
+        self.responses = OpenResponses(context, self.workers, memory, replies)
+        self._is_decoupled = context.config.is_decoupled
         self._guard = guard
         # None: no other shard has these workers, so it is known here which slots are free.
         sees_idle = context.sees_idle
@@ -94,7 +97,7 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        running = [batch for each in self.workers for batch in each.batches]
+        running = [batch for each in self.workers for batch in (*each.batches, *each.returned)]
         lost = [batch for _, batches in self._lost.values() for batch in batches]
         return sum(len(batch.requests) for batch in (*running, *lost))
 
@@ -283,6 +286,8 @@ class Dispatcher:
             timings = request.timings
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
+        if self._is_decoupled:
+            open_batch(batch)
         batch.instance, batch.closed_by = worker.index, self._queue.batcher.closed_by
         batch.waited_s = worker.waited_s
         worker.batches.append(batch)
@@ -340,6 +345,11 @@ class Dispatcher:
                     batch.is_started, batch.is_merged = True, frame.is_merged
                     batch.began = frame.at
             return False
+        if isinstance(frame, frames.Responded):
+            if self.responses.respond(worker, frame):
+                self.pump_if_waiting()
+                self._settle(worker)
+            return False
         self._answered(worker, frame)
         return True
 
@@ -388,6 +398,10 @@ class Dispatcher:
         finally:
             self._is_answering = False
         self.pump_if_waiting()
+        self._settle(worker)
+
+    def _settle(self, worker: WorkerPlace) -> None:
+        """Tell those who wait for it that nothing runs any more."""
         if self._idle_waiters:
             self.check_idle()
         if worker.is_leaving:
@@ -395,7 +409,7 @@ class Dispatcher:
 
     def _let_go(self, worker: WorkerPlace) -> None:
         """Tell the core that a leaving worker has answered everything."""
-        if worker.is_leaving and not worker.batches:
+        if worker.is_leaving and not worker.batches and not worker.returned:
             self._core.left(worker.index, worker.life)
 
     def _deliver(
@@ -415,6 +429,9 @@ class Dispatcher:
         geometry = batch.requests[0].ticket.fit.plan.geometry
         size = frame.total_tokens or batch.num_tokens or num_rows
         self._queue.batcher.observe(geometry, size, began, now)
+        if self._is_decoupled:
+            self.responses.returned(worker, batch, frame)
+            return
         extents = frame.outputs
         if not extents:
             # Dispatch the next batch first: the worker computes while this loop encodes. Not while
@@ -473,7 +490,7 @@ class Dispatcher:
         may be to blame."""
         place = self.workers[died.index]
         self._queue.lose_instance(died.index, f"its worker {died.reason}")
-        batches, place.batches = place.batches, []
+        batches, place.batches, place.returned = [*place.batches, *place.returned], [], []
         self.limits.settle(place)
         self._saturation.note(not any(each.is_idle for each in self.workers), self._clock())
         self._lost[died.life] = died, batches
@@ -498,6 +515,8 @@ class Dispatcher:
             if not batch.is_started:
                 self._return(batch)
                 continue
+            if self._is_decoupled:
+                self.responses.fail_begun(batch, died.reason)
             for request in batch.requests:
                 if verdict.is_excused and verdict.is_pinned:
                     request.lost_with = None

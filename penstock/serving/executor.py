@@ -112,6 +112,13 @@ class BatchExecutor:
         gathered = time.perf_counter()
         return Begun(parts, batch, self.runner.start(batch), began, gathered, faults)
 
+    def gather_one(self, part: Part) -> tuple[Batch, dict[int, InvalidRequest]]:
+        """Return the inputs of a part that runs alone, and by index its requests whose inputs
+        could not be read; those run on zeros."""
+        faults: dict[tuple[int, int], InvalidRequest] = {}
+        batch = self._gather([part], faults)
+        return batch, {index: error for (_, index), error in faults.items()}
+
     def finish(self, begun: Begun) -> list[frames.Done | BaseException]:
         """Wait for a batch; return for each of its parts the answer, or why there is none."""
         parts, batch, execution = begun.parts, begun.batch, begun.execution
@@ -445,6 +452,20 @@ def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: i
     if values.shape != expected and not shape_fits(values.shape, expected):
         text = f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
         raise BackendFailed(text)
+    return _of_type(spec, values)
+
+
+def checked_type(spec: TensorSpec, values: Array, has_batch: bool) -> Array:
+    """Return an output of a response that matches its configuration; it may have any number of
+    rows."""
+    expected = (-1, *spec.shape) if has_batch else spec.shape
+    if not shape_fits(values.shape, expected):
+        text = f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
+        raise BackendFailed(text)
+    return _of_type(spec, values)
+
+
+def _of_type(spec: TensorSpec, values: Array) -> Array:
     dtype = DATATYPES[spec.datatype].numpy
     if values.dtype != dtype and (spec.datatype != "BYTES" or values.dtype.kind not in "SU"):
         text = f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"

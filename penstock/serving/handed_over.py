@@ -181,7 +181,7 @@ class HandedOver:
     def _respond(self, request: Request, message: frames.HandBack) -> None:
         named = self.config.name, self.config.version
         outputs = self._parcels.read(message.parcel)
-        answer = Response(*named, outputs, message.parameters or None)
+        answer = Response(*named, outputs, message.parameters or None, is_empty=message.is_empty)
         if message.times:
             timings, compute_s = request.timings, message.times[4:]
             timings.queued, timings.dispatched, timings.completed = message.times[:3]

@@ -65,9 +65,10 @@ class LatencyMetrics:
         self._clock = clock
 
     def add(self, timings: Timings) -> None:
-        """Count an answered request with one answer."""
+        """Count an answered request."""
         span_s = timings.completed - timings.received
-        self.add_first(span_s)
+        first = timings.first_response or timings.completed
+        self.add_first(first - timings.received)
         if not self._summaries:
             return
         self.observe(REQUEST, span_s)

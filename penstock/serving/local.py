@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from penstock.config import ModelConfig, ScalingConfig
-from penstock.errors import InvalidRequest, NotReady
+from penstock.errors import InvalidRequest, NotReady, Unsupported
 from penstock.processes.child import StartLife
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
@@ -97,6 +97,7 @@ class LocalModel(ModelThread[Model | StagePipeline]):
         """`model` is a model's folder, or a configuration that is placed already."""
         if not isinstance(model, ModelConfig):
             model = choose(resolve(model).read(), model, version)
+        check_answers_once(model)
         # Threads of the caller's process do not come and go.
         model = replace(model, scaling=ScalingConfig())
         self._has_batch = model.max_batch_size > 0
@@ -188,6 +189,13 @@ class LocalModel(ModelThread[Model | StagePipeline]):
             submit(sent.popleft())
         # Look again in the next turn, because bursts are common and a wake-up is a system call.
         self._loop.call_soon(self._take_sent)
+
+
+def check_answers_once(config: ModelConfig) -> None:
+    """Raise Unsupported for a model whose answers have no end that callers could wait for."""
+    if config.is_decoupled:
+        text = "is decoupled: its requests have any number of responses, which in-process calls"
+        raise Unsupported(f"model '{config.name}' {text} do not take; serve it")
 
 
 def _held(tensors: Sequence[Tensor]) -> HeldRows | None:

@@ -27,6 +27,7 @@ from penstock.errors import (
 )
 from penstock.serving.histogram import Histogram
 from penstock.serving.model_gauges import NO_GAUGES, ModelGauges
+from penstock.serving.response_counts import ResponseCounts
 
 if TYPE_CHECKING:
     from penstock.config import ModelConfig
@@ -127,6 +128,8 @@ class ModelMetrics:
         self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
         self.batches: dict[int, BatchStatistics] = {}
         self.batch_tokens = Histogram(TOKEN_BUCKETS)
+        # Of a decoupled model.
+        self.responses = ResponseCounts()
         # Total time of failed requests until they failed.
         self.fail_s = 0.0
         # Unix time of the last batch.
@@ -368,7 +371,7 @@ class ModelMetrics:
                 "cache_hit": _duration(self.num_cache_hits, self.cache_hit_s),
                 "cache_miss": _duration(self.num_cache_misses, self.cache_miss_s),
             },
-            "response_stats": {},
+            "response_stats": self.responses.statistics(),
             "batch_stats": [
                 {
                     "batch_size": size,

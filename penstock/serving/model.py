@@ -285,6 +285,8 @@ class Model:
         if self._queue.remove(request):
             self.memory.release(request, was_dispatched=False)
             self._dispatcher.publish()
+        elif self.config.is_decoupled:
+            self._dispatcher.responses.cancel(request)
         else:
             self._dispatcher.recalls.recall(request)
         self._replies.fail(request, error, reason)

@@ -225,6 +225,7 @@ class OwnedModel(ShardedVersion):
         for each in (*self._retired, *self._readings.values()):
             add(metrics, each.metrics)
         add(metrics, record(own))
+        metrics.responses = own.responses
         self.metrics, self.num_waiting = metrics, self.model.num_waiting
 
 
@@ -233,7 +234,9 @@ def _describe(call: int, request: Request, answer: Response, final: bool) -> fra
     completed = timings.completed or time.monotonic()
     waits = timings.queued, timings.dispatched, completed, timings.instance_wait_s
     parameters = dict(answer.parameters or {})
-    return frames.HandBack(call, frames.Parcel(), final, (*waits, *timings.compute_s), parameters)
+    times = (*waits, *timings.compute_s)
+    empty = answer.is_empty
+    return frames.HandBack(call, frames.Parcel(), final, times, parameters, is_empty=empty)
 
 
 def _describe_error(call: int, error: PenstockError) -> frames.HandBack:

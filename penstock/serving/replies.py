@@ -109,7 +109,8 @@ class Replies:
         self.history = History()
         self._refusals = Refusals()
         # None if answers need no order.
-        is_ordered = context.config.batching.preserve_ordering
+        config = context.config
+        is_ordered = config.batching.preserve_ordering and not config.is_decoupled
         self.order = AnswerOrder(context.clock, elsewhere) if is_ordered else None
 
     def finish(self, request: Request, answer: Response | PenstockError) -> None:

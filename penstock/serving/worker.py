@@ -38,6 +38,7 @@ from penstock.serving.shares import Queued
 from penstock.serving.slab import Segment
 from penstock.serving.worker_calls import Route, WorkerCalls
 from penstock.serving.worker_load import MemoryLimit, describe_load_error, load_runner
+from penstock.serving.worker_responses import BatchThread
 from penstock.serving.worker_slots import WorkerSlots
 from penstock.system import host_policy, logs
 from penstock.wire import frames
@@ -93,6 +94,8 @@ class Worker:
     _timer: ClaimTimer | None = None
     # Wakes the receiving thread; None without an answering thread.
     _wake_fd: int | None = None
+    # Runs the batches of a decoupled model; None for others.
+    _responses: BatchThread | None = None
     # For what both threads change: the counts of batches in flight, and the next three.
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Batches in flight that `Claims` does not know.
@@ -150,12 +153,20 @@ class Worker:
         """Close the shards' sockets and unmap their memory; only needed for workers in a thread."""
         if self._timer is not None:
             self._timer.close()
+        links = self.links
+        if self._responses is not None:
+            # It may wait for their memory.
+            for link in links:
+                self._detach(link)
         self._end_answers()
         if self._calls is not None:
             self._calls.close()
         for link in self.links:
             self._detach(link)
         self._forget_unused()
+        for link in links:
+            # Those with requests that a decoupled model never ends.
+            link.close()
         if self._slots is not None:
             self._slots.close()
         if self._wake_fd is not None:
@@ -232,9 +243,13 @@ class Worker:
         num_slots = config.num_instances if runner.runs_ahead and config.uses_gpu else 1
         self._claims = Claims(_policy(config, ready.proof), config.num_instances, num_slots)
         self._claims.seed(ready.timings)
-        if runner.runs_ahead:
+        if runner.runs_ahead or runner.is_decoupled:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._epoll.register(self._wake_fd, select.EPOLLIN)
+        if runner.is_decoupled:
+            told = self._start_calls, self._returned, self._ended_responses
+            self._responses = BatchThread(self._loaded, config, *told)
+        elif runner.runs_ahead:
             self._answerer = threading.Thread(target=self._answer_all, daemon=True)
             self._answerer.start()
         else:
@@ -284,6 +299,8 @@ class Worker:
             link.is_gone = True
             if not link.num_running:
                 self._unused.append(link)
+        if self._responses is not None:
+            self._responses.lose(link)
 
     def _forget_unused(self) -> None:
         """Release the memory of shards that are gone."""
@@ -318,16 +335,26 @@ class Worker:
         elif isinstance(frame, frames.Release):
             assert link.memory is not None
             link.memory.spill.release(frame.offsets)
-        elif isinstance(frame, frames.Recall):
+        elif isinstance(frame, frames.CancelRequest):
+            if self._responses is not None:
+                self._responses.cancel(link, frame)
+        elif isinstance(frame, frames.Recall | frames.Want | frames.Decline):
+            self._consider(link, frame)
+        else:
+            self._map(link, frame, fds)
+
+    def _consider(
+        self, link: ShardLink, frame: frames.Recall | frames.Want | frames.Decline
+    ) -> None:
+        """Let `Claims` know what a shard has, or takes back."""
+        if isinstance(frame, frames.Recall):
             if self._share().recall(link.number, frame.batch):
                 link.send(frames.Recalled(frame.batch))
         elif isinstance(frame, frames.Want):
             self._share().wanted(link.number, _queued(frame))
-        elif isinstance(frame, frames.Decline):
+        else:
             more = None if frame.more is None else _queued(frame.more)
             self._share().passed(link.number, frame.round, more)
-        else:
-            self._map(link, frame, fds)
 
     def _map(
         self,
@@ -403,10 +430,11 @@ class Worker:
 
     def _run(self, run: Run) -> None:
         assert self._loaded is not None
+        if self._responses is not None:
+            self._run_decoupled(self._responses, run)
+            return
         now = time.monotonic()
-        for part in run.parts:
-            if part.link.hears_starts and part.frame.tells_start:
-                part.link.send(frames.Started(part.frame.batch, len(run.parts) > 1, now))
+        _tell_start(run, now)
         if self._answerer is not None:
             with self._lock:
                 self._num_unclaimed += run.claimed is None
@@ -430,10 +458,34 @@ class Worker:
             return
         self._send_all(run, answers)
 
-    def _begin(self, parts: Sequence[Part]) -> Begun:
-        assert self._loaded is not None
+    def _run_decoupled(self, responses: BatchThread, run: Run) -> None:
+        # Its requests have one owner, so there is one shard.
+        (part,) = run.parts
+        with self._lock:
+            part.link.num_running += 1
+        responses.submit(part)
+
+    def _returned(self, part: Part, errors: Sequence[str]) -> None:
+        """A decoupled model takes the next batch."""
+        self._leave_if_full([frames.BatchFailed(part.frame.batch, text) for text in errors])
+
+    def _ended_responses(self, part: Part) -> None:
+        """All requests of a batch have their final responses."""
+        with self._lock:
+            part.link.num_running -= 1
+            if part.link.is_gone and not part.link.num_running:
+                self._unused.append(part.link)
+        assert self._wake_fd is not None
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _start_calls(self, parts: Sequence[Part]) -> None:
+        """Send the calls of the batch that this thread is about to run to its shards."""
         if self._calls is not None:
             self._calls.begin([Route(part.link.number, part.frame.batch) for part in parts])
+
+    def _begin(self, parts: Sequence[Part]) -> Begun:
+        assert self._loaded is not None
+        self._start_calls(parts)
         return self._loaded.begin(parts)
 
     def _failed(self, parts: Sequence[Part], error: BaseException) -> list[Answer]:
@@ -491,14 +543,31 @@ class Worker:
             if self._is_shared:
                 self._decide()
             has_more = bool(ready or self._ended)
+        self._finish_responses()
         self._end_answers()
         if self._calls is not None:
             self._calls.close()
         if self._loaded is not None:
             self._loaded.runner.close()
 
+    def _finish_responses(self) -> None:
+        """Wait until the last responses of a decoupled model have left, while shards say what they
+        have read."""
+        while self._responses is not None and self._responses.is_busy:
+            for fd, _ in self._epoll.poll():
+                link = self._links.get(fd)
+                if link is not None:
+                    self._receive(link)
+                elif fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                else:
+                    return  # The core has closed its socket.
+
     def _end_answers(self) -> None:
-        """Stop the answering thread after it has answered all started batches."""
+        """Stop the thread that answers after it has answered all started batches."""
+        if self._responses is not None:
+            self._responses.close()
+            self._responses = None
         if self._answerer is not None:
             self._begun.put(None)
             self._answerer.join()
@@ -572,6 +641,12 @@ def _look(sketch: InputSketch, run: Run, now: float) -> SeenRow | None:
     if not sketch.is_due(now) or any(part.frame.has_regions for part in run.parts):
         return None
     return None if run.begun is None else sketch.take(run.begun.batch, now)
+
+
+def _tell_start(run: Run, now: float) -> None:
+    for part in run.parts:
+        if part.link.hears_starts and part.frame.tells_start:
+            part.link.send(frames.Started(part.frame.batch, len(run.parts) > 1, now))
 
 
 def _fills_spill(answer: Answer) -> bool:

@@ -245,7 +245,12 @@ class WorkerCalls:
         try:
             outputs = unpack(frame.parcel, fds)
             answer = CalledAnswer(
-                outputs, frame.parameters, frame.error_kind, frame.error, frame.is_final
+                outputs,
+                frame.parameters,
+                frame.error_kind,
+                frame.error,
+                frame.is_final,
+                frame.is_empty,
             )
         except BackendFailed as error:
             answer = CalledAnswer(error_kind="BackendFailed", error=str(error))

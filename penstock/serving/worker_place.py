@@ -12,6 +12,9 @@ from penstock.serving.batches import RunningBatch
 from penstock.serving.worker_link import WorkerLink
 from penstock.wire import frames
 
+# Batches with open requests of a decoupled model; a worker with so many gets no more.
+MAX_RETURNED = 1024
+
 
 @dataclass(slots=True, eq=False)
 class WorkerPlace:
@@ -34,6 +37,8 @@ class WorkerPlace:
     # When it was last told that there is something to claim, or has claimed.
     told_at: float = 0.0
     batches: list[RunningBatch] = field(default_factory=list)
+    # Batches of a decoupled model that have returned, with requests that are still answered.
+    returned: list[RunningBatch] = field(default_factory=list)
     # When it last answered a batch, by the model's clock.
     answered_at: float = 0.0
     # For how long calls of its model to others were open, in all, and when it said so last.
@@ -64,7 +69,9 @@ class WorkerPlace:
     @property
     def is_idle(self) -> bool:
         """Whether it can take another batch."""
-        return self.link is not None and not self.is_leaving and len(self.batches) < self.num_slots
+        if self.link is None or self.is_leaving or len(self.returned) >= MAX_RETURNED:
+            return False
+        return len(self.batches) < self.num_slots
 
     @property
     def state(self) -> Literal["idle", "busy", "not ready"]:

@@ -7,11 +7,11 @@ segments instead of slab rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from penstock.errors import BackendFailed
 from penstock.serving.padding import Crop, cropped
-from penstock.serving.slab import Extents, Segment
+from penstock.serving.slab import Extents, Segment, aligned
 from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire import frames
 
@@ -24,8 +24,8 @@ class WorkerSpill:
         self.input = Segment(nbytes, fds[0])
         self._output = Segment(nbytes, fds[1])
         self._extents = Extents(nbytes)
-        # If the runner runs ahead, one thread writes answers and another releases them.
-        self._lock = threading.Lock()
+        # One thread may write answers and another release them.
+        self._lock = threading.Condition()
 
     def read(self, requests: Sequence[frames.RequestPart]) -> list[dict[str, Array]]:
         """Return the inputs of each request."""
@@ -58,6 +58,44 @@ class WorkerSpill:
             raise
         return tuple(map(tuple, spilled))
 
+    def write_when_free(
+        self, values: Values, is_gone: Callable[[], bool]
+    ) -> tuple[frames.Extent, ...]:
+        """Write the outputs of one response; wait while others fill the segment, until its shard
+        `is_gone`. BackendFailed if they never fit."""
+        tensors = [from_array(spec.name, spec.datatype, each) for spec, each in values]
+        sizes = [len(tensor.data) for tensor in tensors]
+        if (needed := sum(aligned(max(1, size)) for size in sizes)) > self._extents.capacity:
+            text = f"a response of {needed} bytes does not fit the spill segment"
+            most = f"of {self._extents.capacity} bytes (parameters.penstock.spill_bytes)"
+            raise BackendFailed(f"{text} {most}")
+        with self._lock:
+            while (offsets := self._allocate(sizes)) is None and not is_gone():
+                self._lock.wait()
+        written: list[frames.Extent] = []
+        for tensor, offset, size in zip(tensors, offsets or (), sizes, strict=False):
+            self._output.view[offset : offset + size] = tensor.data
+            shape = tuple(tensor.shape)
+            written.append(frames.Extent(tensor.name, tensor.datatype, shape, offset, size))
+        return tuple(written)
+
+    def _allocate(self, sizes: Sequence[int]) -> list[int] | None:
+        """Return room for all, or None. The lock is held."""
+        offsets: list[int] = []
+        for size in sizes:
+            offset = self._extents.allocate(size)
+            if offset is None:
+                for each in offsets:
+                    self._extents.release(each)
+                return None
+            offsets.append(offset)
+        return offsets
+
+    def wake(self) -> None:
+        """Let `write_when_free` look whether its shard is gone."""
+        with self._lock:
+            self._lock.notify_all()
+
     def _write(self, name: str, datatype: str, values: Array) -> frames.Extent:
         tensor = from_array(name, datatype, values)
         nbytes = len(tensor.data)
@@ -75,6 +113,7 @@ class WorkerSpill:
         with self._lock:
             for offset in offsets:
                 self._extents.release(offset)
+            self._lock.notify_all()
 
     def close(self) -> None:
         self.input.close()

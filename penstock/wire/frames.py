@@ -9,8 +9,9 @@ OpenShard, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, SetExecutors, Leave, Stop
     worker → core   WorkerReady, StartFailed, Leaving, Sketched
-    shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Recall, Release
-    worker → shard  Claim, Started, Recalled, Done, BatchFailed, Leaving
+    shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Recall,
+                    Release, CancelRequest
+    worker → shard  Claim, Started, Recalled, Responded, Done, BatchFailed, Leaving
     core → shard    OpenShard, NameKeys, SetKeys, ToPart, AskShard, Forwarded, Managed, Leased,
                     TokensTaken, OpenRegion, CloseRegion, MoveClients, Release, Ping, Drain, Stop
     shard → core    Listening, StartFailed, FromPart, ShardAnswer, Forward, Manage, Cancel, Lease,
@@ -326,6 +327,28 @@ class Done(Frame, tag="ok"):
     is_first: bool = True
 
 
+class Responded(Frame, tag="rsp"):
+    """A response of a decoupled model to the request at this `index` of a batch, with the `outputs`
+    in the worker's spill, or an `error`. Others follow unless it `is_final`; `is_empty`: there is
+    no response, only the end. The Done of its batch says that the worker takes the next batch, and
+    may come before or after it."""
+
+    batch: int
+    index: int
+    outputs: tuple[Extent, ...] = ()
+    is_final: bool = False
+    is_empty: bool = False
+    error: str = ""
+    parameters: dict[str, Parameter] = {}
+
+
+class CancelRequest(Frame, tag="crq"):
+    """The client of the request at this `index` of a batch is gone: its model may stop."""
+
+    batch: int
+    index: int
+
+
 class BatchFailed(Frame, tag="err"):
     """The whole batch failed in the model; the worker itself is healthy. `is_merged`: it had rows
     of other shards, which may be the cause."""
@@ -415,6 +438,8 @@ class CallAnswer(Frame, tag="cala"):
     parameters: dict[str, Parameter] = {}
     error_kind: str = ""
     error: str = ""
+    # As in Responded.
+    is_empty: bool = False
 
 
 class OpenShard(Frame, tag="open"):
@@ -695,6 +720,8 @@ class HandBack(Frame, tag="hbk"):
     # Why it was refused, and when to try again, if that is known.
     reason: str = ""
     retry_after_s: float | None = None
+    # As in Responded.
+    is_empty: bool = False
 
 
 class EngineReady(Frame, tag="ready"):
@@ -957,11 +984,20 @@ class ShardAnswer(Frame, tag="anss"):
 ToWorker = LoadModel | Enclosed | Attach | SetExecutors | Leave | Stop
 FromWorker = WorkerReady | StartFailed | Leaving | Sketched
 ShardToWorker = (
-    Hello | MapSlab | MapRegion | UnmapRegion | Want | Dispatch | Decline | Recall | Release
+    Hello
+    | MapSlab
+    | MapRegion
+    | UnmapRegion
+    | Want
+    | Dispatch
+    | Decline
+    | Recall
+    | Release
+    | CancelRequest
 )
 # On the socket for calls, which a thread of its own reads.
 WorkerCall = CallModel | CancelCall | Waited
-WorkerToShard = Claim | Started | Recalled | Done | BatchFailed | Leaving
+WorkerToShard = Claim | Started | Recalled | Responded | Done | BatchFailed | Leaving
 FromShard = (
     Listening
     | StartFailed

@@ -123,11 +123,13 @@ class Codec:
 def classified(request: Request, response: Response, specs: Sequence[TensorSpec]) -> Response:
     """Apply the classification extension: give the k best classes of outputs that request it."""
     labels = {spec.name: spec.labels for spec in specs}
+    counts = {each.name: each.parameters.get("classification", 0) for each in request.outputs}
+    # A response of a decoupled model may have some of the outputs only.
     outputs = [
-        _classes(tensor, int(output.parameters["classification"]), labels.get(tensor.name, ()))
-        if "classification" in output.parameters
+        _classes(tensor, int(counts[tensor.name]), labels.get(tensor.name, ()))
+        if counts.get(tensor.name)
         else tensor
-        for output, tensor in zip(request.outputs, response.outputs, strict=True)
+        for tensor in response.outputs
     ]
     return Response(response.model_name, response.model_version, outputs, response.parameters)
 

@@ -149,9 +149,10 @@ def decode_infer(
     request.uses_regions = has_places or bool(placed)
     if message.parameters:
         parameters = _parameters(message.parameters)
-        # Every request has exactly one answer here, the final one.
-        if not isinstance(parameters.pop(WANTS_EMPTY_FINAL, False), bool):
+        wants_empty = parameters.pop(WANTS_EMPTY_FINAL, False)
+        if not isinstance(wants_empty, bool):
             raise InvalidRequest(f"parameter '{WANTS_EMPTY_FINAL}' must be true or false")
+        request.wants_empty_final = wants_empty
         apply_parameters(request, parameters)
     return request
 

@@ -25,15 +25,15 @@ _RAW_INPUT = bytes((RAW_INPUT,))
 _ID, _RAW_OUTPUT, _INFER_RESPONSE = b"\x1a", b"\x32", b"\x12"
 
 
-def _final() -> bytes:
-    """A part of a ModelInferResponse that marks it as the last answer to its request."""
+def _mark(is_final: bool) -> bytes:
+    """A part of a ModelInferResponse that says whether it is the last answer to its request."""
     mark = service_pb2.ModelInferResponse()
-    set_parameter(mark.parameters["triton_final_response"], True)
+    set_parameter(mark.parameters["triton_final_response"], is_final)
     data: bytes = mark.SerializeToString()
     return data
 
 
-FINAL = _final()
+FINAL, NOT_FINAL = _mark(True), _mark(False)
 
 
 def varint(value: int) -> bytes:
@@ -166,10 +166,11 @@ def _is_all_placed(request: Request) -> bool:
     return request.uses_regions and all(each.place is not None for each in request.inputs)
 
 
-def stream_answer(parts: Sequence[Buffer]) -> list[Buffer]:
-    """Return the parts of a ModelStreamInferResponse with this, final, ModelInferResponse."""
-    length = sum(map(len, parts)) + len(FINAL)
-    return [_INFER_RESPONSE + varint(length), *parts, FINAL]
+def stream_answer(parts: Sequence[Buffer], is_final: bool = True) -> list[Buffer]:
+    """Return the parts of a ModelStreamInferResponse with this ModelInferResponse."""
+    mark = FINAL if is_final else NOT_FINAL
+    length = sum(map(len, parts)) + len(mark)
+    return [_INFER_RESPONSE + varint(length), *parts, mark]
 
 
 def stream_error(id: str, text: str) -> list[Buffer]:

@@ -409,26 +409,6 @@ def test_the_models_own_end_is_called_once_at_close(tmp_path: Path, form: str, m
 # Loading
 
 
-def test_syntax_error_names_its_line(tmp_path: Path) -> None:
-    assert "line 3: '(' was never closed" in problem_of(tmp_path, "x = 1\n\ny = (2\n")
-
-
-def test_missing_module_is_named_with_the_line_that_needs_it(tmp_path: Path) -> None:
-    problem = problem_of(tmp_path, "import os\nimport no_such_module.part\n")
-    assert "line 2: needs the module 'no_such_module'" in problem
-
-
-def test_error_at_import_names_line_and_kind(tmp_path: Path) -> None:
-    problem = problem_of(tmp_path, "def f():\n    return 1 / 0\n\nf()\n")
-    assert "line 2: ZeroDivisionError: division by zero" in problem
-
-
-def test_error_in_a_file_beside_the_model_names_that_file(tmp_path: Path) -> None:
-    write(tmp_path, "").with_name("broken_helper.py").write_text("a =\n")
-    problem = problem_of(tmp_path, "import broken_helper\n")
-    assert "broken_helper.py line 1: invalid syntax" in problem
-
-
 @pytest.mark.parametrize(
     ("form", "method", "step"),
     [

@@ -792,8 +792,6 @@ def test_the_error_for_an_unknown_path_is_tritons_and_names_it(api: Api) -> None
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "/v2/models/echo/generate", "generate is for language models; 'echo' takes"),
-        ("POST", "/v2/models/echo/versions/1/generate_stream", "ask /v2/models/echo/infer"),
         ("GET", "/v2/systemsharedmemory/status", "start it with --shared-memory"),
         ("POST", "/v2/cudasharedmemory/region/r/unregister", "start it with --shared-memory"),
     ],

@@ -130,6 +130,7 @@ READ = {
     "default_model_filename": ("", 'default_model_filename: "net.bin"'),
     "metric_tags": ("", 'metric_tags { key: "team" value: "vision" }'),
     "parameters.string_value": ("", 'parameters { key: "k" value { string_value: "v" } }'),
+    "model_transaction_policy.decoupled": ("", "model_transaction_policy { decoupled: true }"),
     "response_cache.enable": ("", "response_cache { enable: true }"),
     "instance_group.rate_limiter.priority": (
         LIMITED,

@@ -529,7 +529,6 @@ def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
     [
         "sequence_batching { iterative_sequence: true }",
         'model_operations { op_library_filename: "x.so" }',
-        "model_transaction_policy { decoupled: true }",
     ],
 )
 def test_unsupported_field_is_refused_by_name(tmp_path: Path, field: str) -> None:

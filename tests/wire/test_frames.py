@@ -104,6 +104,7 @@ SHARD_TO_WORKER = [
     frames.Decline(3, frames.Want(())),
     frames.Recall(3),
     frames.Release((0, 64)),
+    frames.CancelRequest(3, 1),
 ]
 WORKER_TO_SHARD = [
     frames.Started(3, True),
@@ -115,6 +116,8 @@ WORKER_TO_SHARD = [
     frames.Done(7, 0.1, 0.2, 0.3, total_rows=64, total_tokens=99, is_first=False),
     frames.BatchFailed(7, "out of memory", True),
     frames.Leaving("its memory is in pieces"),
+    frames.Responded(3, 1),
+    frames.Responded(3, 0, (EXTENT,), True, False, "why", {"n": 1}),
 ]
 PIECE = frames.TensorHeader("x", "FP32", (1, 2), 8)
 INLINE = frames.Parcel((PIECE,), b"12345678")
