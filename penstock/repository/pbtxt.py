@@ -44,6 +44,7 @@ from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import (
     accelerators,
     checksums,
+    ensemble_parameters,
     ensemble_rules,
     foreign_models,
     image_settings,
@@ -451,6 +452,8 @@ class _Resolver:
             batching=BatchPolicy(max(1, max_batch)),
             num_instances=0,
             steps=steps,
+            defaults=ensemble_parameters.read_defaults(options, self._problem),
+            fan_out_limits=ensemble_parameters.read_limits(options, self._problem),
             options=parameters.options_of(options),
             record=record,
             metric_tags=dict(message.metric_tags),
@@ -461,6 +464,7 @@ class _Resolver:
         if problems:
             raise ConfigError(problems)
         warnings = [*pbtxt_fields.unused(message), *ensemble_rules.unused_inputs(config)]
+        warnings += ensemble_rules.idle_parameters(config)
         return replace(config, warnings=(*warnings, *pbtxt_ensemble.without_effect(message)))
 
     def resolve(self) -> ModelConfig:
