@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, cast
 
-from penstock.config import Comparison, EnsembleStep, FanOutLimits, TensorDefault
+from penstock.config import Comparison, EnsembleStep, TensorDefault
 
 FAN_OUT, IF, DEFAULT = "penstock.fan_out.", "penstock.if.", "penstock.default."
 LIMIT, IN_FLIGHT = "penstock.fan_out_limit", "penstock.fan_out_concurrency"
 PREFIXES = (FAN_OUT, IF, DEFAULT)
-KEYS = (LIMIT, IN_FLIGHT)
-MAX_LIMIT = 1_000_000
+LIMITS = (LIMIT, IN_FLIGHT)
 EMPTY = "[]"
 # A text in quotation marks, an operator, a single `=` (which is reported), or a word.
 _TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[<>=!]=|[<>=!]|[^\s<>=!"]+|")')
@@ -65,18 +64,6 @@ def read_defaults(given: Mapping[str, str], problem: Problem) -> dict[str, Tenso
             except ValueError as error:
                 problem(f"parameters.{key}", str(error))
     return found
-
-
-def read_limits(given: Mapping[str, str], problem: Problem) -> FanOutLimits:
-    limits = FanOutLimits()
-    for key, field in ((LIMIT, "max_rows"), (IN_FLIGHT, "max_in_flight")):
-        if (text := given.get(key)) is not None:
-            if text.isdecimal() and 1 <= int(text) <= MAX_LIMIT:
-                limits = replace(limits, **{field: int(text)})
-            else:
-                expected = f"expected a whole number from 1 to {MAX_LIMIT}"
-                problem(f"parameters.{key}", f"'{text}': {expected}")
-    return limits
 
 
 def parse_condition(text: str) -> tuple[Comparison, ...]:

@@ -23,7 +23,7 @@ from penstock.repository.ensemble_cases import (
     needed_tensors,
     try_cases,
 )
-from penstock.repository.ensemble_parameters import DEFAULT, FAN_OUT, IF, IN_FLIGHT, LIMIT
+from penstock.repository.ensemble_parameters import DEFAULT, FAN_OUT, IF, LIMITS
 from penstock.types import DATATYPES, TensorSpec, num_elements, shape_fits
 
 Node = TypeVar("Node", bound=Hashable)
@@ -129,7 +129,7 @@ def idle_parameters(config: ModelConfig) -> list[str]:
         if tensor not in unmade
     ]
     if not any(step.fan_out for step in config.steps):
-        keys = [key for key in (LIMIT, IN_FLIGHT) if key in config.options]
+        keys = [key for key in LIMITS if key in config.options]
         found += [f"parameters.{key}: has no effect; no step fans out" for key in keys]
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.config import ENSEMBLE, EnsembleStep, ModelConfig
-from penstock.repository.ensemble_parameters import KEYS, PREFIXES, read_step_parameters
+from penstock.repository.ensemble_parameters import LIMITS, PREFIXES, read_step_parameters
 from penstock.repository.pbtxt_fields import Proto
 
 Problem = Callable[[str, str], None]
@@ -97,5 +97,5 @@ def without_effect(message: Proto) -> Iterator[str]:
     if message.HasField("optimization"):
         yield "optimization: has no effect; set it for the members"
     for key in sorted(message.parameters):
-        if key not in (*PARAMETERS, *KEYS) and not key.startswith(PREFIXES):
+        if key not in (*PARAMETERS, *LIMITS) and not key.startswith(PREFIXES):
             yield f"parameters.{key}: has no effect; set it for the members"

@@ -82,7 +82,11 @@ class EnsembleRun:
 
     def begin(self) -> None:
         with self._ending():
-            self._start(self._progress.begin(), self._request.timings.received, is_borrowed=False)
+            ready = self._progress.begin()
+            if self._progress.is_over:  # All outputs have their defaults.
+                self._finish(None)
+            else:
+                self._start(ready, self._request.timings.received, is_borrowed=False)
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         step = self._open.get(request)

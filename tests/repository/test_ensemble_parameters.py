@@ -2,12 +2,11 @@
 
 import pytest
 
-from penstock.config import Comparison, EnsembleStep, FanOutLimits, TensorDefault
+from penstock.config import Comparison, EnsembleStep, TensorDefault
 from penstock.repository.ensemble_parameters import (
     parse_condition,
     parse_default,
     read_defaults,
-    read_limits,
     read_step_parameters,
 )
 
@@ -124,12 +123,3 @@ def test_a_step_has_one_condition():
     given = {"penstock.if.1": "a", "penstock.if.classifier": "b"}
     _, [found] = read(read_step_parameters, given, STEPS)
     assert found == "parameters.penstock.if.classifier: step 1 has one already"
-
-
-def test_limits():
-    given = {"penstock.fan_out_limit": "7", "penstock.fan_out_concurrency": "2"}
-    assert read(read_limits, given) == (FanOutLimits(7, 2), [])
-    assert read(read_limits, {}) == (FanOutLimits(), [])
-    for text in ("0", "-1", "many", "1e9", "10000000"):
-        _, [problem] = read(read_limits, {"penstock.fan_out_limit": text})
-        assert f"'{text}': expected a whole number from 1 to" in problem
