@@ -135,7 +135,7 @@ class EnsemblePlanner:
     def _plan_step(
         index: int, step: EnsembleStep, absent: frozenset[str], tensors: Iterable[str]
     ) -> PlannedStep:
-        inputs = tuple((name, each) for name, each in step.inputs.items() if each not in absent)
+        inputs = tuple(sorted(each for each in step.inputs.items() if each[1] not in absent))
         made = [(name, each) for name, each in step.outputs.items() if each in tensors]
         asked = tuple(RequestedOutput(name) for name, _ in made)
         makes = tuple(each for _, each in made)

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from served import Served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDER = EXAMPLES / "read_digits"
 
 
+@pytest.mark.slow
 def test_digits_in_pictures_are_found_and_read() -> None:
     with Served(
         FOLDER / "repository", "--model-repository", str(EXAMPLES / "repository")
