@@ -15,6 +15,13 @@ from served import Served
 from tritonclient.utils import InferenceServerException
 from waiting import wait_until
 
+
+def parameter(name: str, text: str) -> str:
+    return f"parameters {{ key: \"penstock.{name}\" value {{ string_value: '{text}' }} }}\n"
+
+
+# However busy the machine is.
+PATIENT = parameter("max_wait_ms", "0")
 # Finds as many crops as the number in the picture says: 0, 1, 2, ... times 10, and its total.
 FINDER = """
 import numpy as np
@@ -82,10 +89,6 @@ output { name: "y" data_type: TYPE_FP32 dims: 2 }
 """
 
 
-def parameter(name: str, text: str) -> str:
-    return f"parameters {{ key: \"penstock.{name}\" value {{ string_value: '{text}' }} }}\n"
-
-
 READ = """
 platform: "ensemble" max_batch_size: 8
 input { name: "IN" data_type: TYPE_FP32 dims: 2 }
@@ -135,10 +138,10 @@ def server(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("repository")
-    add_model(root, "finder", FINDER_CONFIG, FINDER)
-    add_model(root, "labeller", LABELLER_CONFIG, LABELLER)
+    add_model(root, "finder", FINDER_CONFIG + PATIENT, FINDER)
+    add_model(root, "labeller", LABELLER_CONFIG + PATIENT, LABELLER)
     for name, how in (("double", "* 2"), ("negate", "* -1"), ("more", "+ 1")):
-        add_model(root, name, SCALE_CONFIG, SCALE % how)
+        add_model(root, name, SCALE_CONFIG + PATIENT, SCALE % how)
     for name, config in (("read", READ), ("again", READ), ("decide", DECIDE), ("wrong", WRONG)):
         add_model(root, name, config)
     flags = ["--model-control-mode", "explicit", "--shards", request.param]
