@@ -22,6 +22,7 @@ from penstock.serving.handed_over import HandedOver
 from penstock.serving.model import Model
 from penstock.serving.pipeline import PASSED_S
 from penstock.serving.served import Served
+from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import OutputKeeper, Request, Response, Tensor
 
 if TYPE_CHECKING:
@@ -132,13 +133,27 @@ class EnsembleRun:
             if self._request.is_done:
                 return
             try:
-                member = self._owner.members.find(index)
+                chosen = self._choose(index)
             except NotReady as error:
                 self._fail(index, error)
                 return
-            self._submit(index, member, now, is_borrowed=is_borrowed)
+            self._submit(index, *chosen, now, is_borrowed=is_borrowed)
 
-    def _submit(self, index: int, member: Served, now: float, *, is_borrowed: bool) -> None:
+    def _choose(self, index: int) -> tuple[Served, TrafficSplit | None]:
+        """Return the model of a step, and the split that counts it. Steps of mirrors are not split:
+        a rollout counts what clients get."""
+        members = self._owner.members
+        return (members.find(index), None) if self._request.is_mirror else members.choose(index)
+
+    def _submit(
+        self,
+        index: int,
+        member: Served,
+        split: TrafficSplit | None,
+        now: float,
+        *,
+        is_borrowed: bool,
+    ) -> None:
         request, step = self._request, self._plan.steps[index]
         assert step is not None
         tensors = [self._use(member.config, *names) for names in step.inputs]
@@ -155,6 +170,8 @@ class EnsembleRun:
             left_s = request.timings.queued + request.timeout_s - self._owner.clock()
             inner.timeout_s = max(PASSED_S, left_s)
         self._open[inner] = OpenStep(index, member, now)
+        if split is not None:
+            split.watch(inner, member)
         member.submit(inner)
         if is_borrowed and is_placed and not inner.is_done:
             _copy(inner.inputs)
