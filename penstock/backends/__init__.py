@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from penstock.config import ModelConfig
+from penstock.config import ENSEMBLE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import Array, Parameter, TensorSpec
 
@@ -256,6 +256,11 @@ LoadRunner = Callable[[ModelConfig], Runner]
 def backend(name: str) -> LoadRunner:
     """Return the function that loads models of a backend, with their pre- and postprocessing. Raise
     ConfigError naming what is missing."""
+    if name == ENSEMBLE:
+        raise ConfigError(
+            "an ensemble runs nothing itself: its steps are other models of the repository; give "
+            "one of them, or serve the repository and give the server's URL"
+        )
     if name not in NAMES:
         expected = f"expected one of {', '.join(NAMES)}"
         raise ConfigError(f"backend: '{name}' is not known; {expected}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 
-from penstock.config import LLM
+from penstock.config import ENSEMBLE, LLM
 from penstock.dashboard import what_if
 from penstock.dashboard.what_if import LEARNT, MEASURED, WhatIf
 from penstock.errors import BackendFailed, NotReady, Overloaded, Unsupported
@@ -89,6 +89,8 @@ def test_it_needs_the_scope_of_metrics() -> None:
     ("changes", "text"),
     [
         ({"backend": LLM}, "language models"),
+        ({"backend": ENSEMBLE}, "ensembles are not simulated; ask for their members"),
+        ({"is_decoupled": True}, "models of sequences, decoupled models"),
         ({"batching": replace(PLAIN.batching, max_tokens=100)}, "token budget"),
     ],
 )
