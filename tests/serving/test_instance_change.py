@@ -1,20 +1,20 @@
 """Changes of `instance_group` of a loaded model: workers come and go, the model stays."""
 
 import asyncio
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from doubles import settle
-from shard_server import ECHO, Server, run
+from shard_server import ECHO, Server, Session, run
 from test_catalog import CONFIG, Stage, ask
 from test_catalog import run as run_catalog
 
 from penstock.config import RateLimit, ScalingConfig
-from penstock.repository.file_stamps import stamps_of
+from penstock.serving.instance import Instance
 from penstock.serving.instance_change import changes_instances_only
+from penstock.serving.supervisor import Supervisor
 from penstock.serving.version_loader import network_of
 from penstock.wire import frames
 
@@ -86,8 +86,6 @@ def test_instances_are_added_and_removed_beside_those_that_stay(num_shards: int)
 
 
 def test_a_shard_that_starts_again_knows_of_all_instances() -> None:
-    from shard_server import Session
-
     async def scenario(server: Server) -> None:
         await server.load(FOUR)
         await server.load(ECHO)
@@ -108,26 +106,25 @@ def test_a_change_that_fails_keeps_the_instances_there_were(
     async def scenario(server: Server) -> None:
         await server.load(TWO)
         before = pids(server)
-        host = network_of(server.catalog.find("echo"))
-        launched, launch = [], type(host.supervisor)._launch
+        handle = Supervisor.handle
 
-        def fail(supervisor, instance) -> None:
-            launch(supervisor, instance)
-            launched.append(instance)
-            if instance.index >= 2:
-                supervisor.handle(instance, frames.StartFailed(("no memory for the weights",)))
+        def fail(supervisor: Supervisor, instance: Instance, frame: frames.FromWorker) -> None:
+            if isinstance(frame, frames.WorkerReady) and instance.index >= 2:
+                handle(supervisor, instance, frames.StartFailed(("no memory for the weights",)))
                 instance.child.life.kill()
+            else:
+                handle(supervisor, instance, frame)
 
-        monkeypatch.setattr(type(host.supervisor), "_launch", fail)
+        monkeypatch.setattr(Supervisor, "handle", fail)
         await server.load(FOUR)
-        failure = server.catalog._failures["echo"]
+        failure = server.catalog.failure("echo")
         assert "instance_group has changed: no memory for the weights" in failure.problems
         assert pids(server) == before
         model = server.catalog.find("echo")
         assert model.config.num_instances == 2 and model.is_ready
-        monkeypatch.setattr(type(host.supervisor), "_launch", launch)
+        monkeypatch.setattr(Supervisor, "handle", handle)
         await server.load(FOUR)
-        assert "echo" not in server.catalog._failures
+        assert server.catalog.failure("echo") is None
         assert len(pids(server)) == 4
         sent = [server.send(number % num_shards, number) for number in range(30)]
         assert await server.answers(*sent) == list(range(30))
@@ -169,20 +166,3 @@ def test_a_change_of_the_files_loads_the_model_anew(tmp_path: Path) -> None:
         await stage.act(settle())
 
     run_catalog(scenario)
-
-
-def test_a_version_is_stamped_without_its_configuration(tmp_path: Path) -> None:
-    version = tmp_path / "1"
-    version.mkdir()
-    (tmp_path / "config.pbtxt").write_text("")
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "model.null").write_text("")
-    (tmp_path / "warmup").mkdir()
-    for name in ("1/model.null", "1/weights.bin", "warmup/first"):
-        (tmp_path / name).write_text("x")
-    config = replace(CONFIG, artifact=str(version / "model.null"))
-    names = sorted(str(path.relative_to(tmp_path)) for path in stamps_of(config))
-    assert names == ["1/model.null", "1/weights.bin", "warmup/first"]
-    before = stamps_of(config)
-    os.utime(version / "weights.bin", ns=(5, 5))
-    assert stamps_of(config) != before
