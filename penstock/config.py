@@ -702,6 +702,16 @@ class ModelConfig:
         num_more = max(0, self.max_instances - len(workers))
         return workers + tuple((devices[i % len(devices)], 1) for i in range(num_more))
 
+    def with_instances_of(self, other: ModelConfig) -> ModelConfig:
+        """Return this configuration with the instances of another one."""
+        return replace(
+            self,
+            num_instances=other.num_instances,
+            device=other.device,
+            spread=other.spread,
+            is_gpu_optional=other.is_gpu_optional,
+        )
+
     def of_worker(self, device: str, num_slots: int) -> ModelConfig:
         """Return the configuration of one worker: its device and, on a GPU, its own instances. On a
         CPU, it has the share of the cores that is left when all instances run."""

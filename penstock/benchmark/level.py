@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-from msgspec.structs import astuple
+from msgspec.structs import replace
 
 from penstock.benchmark import pacer, stats
 from penstock.benchmark.crew import GeneratorPool
@@ -325,5 +325,10 @@ def _difference(before: Counters | None, after: Counters | None) -> Counters | N
     if before is None or after is None:
         return None
     found = combine((before, after), lambda pair: pair[1] - pair[0])
-    # Negative if the server restarted, or the model was reloaded.
-    return None if min(each or 0 for each in astuple(found)) < 0 else found
+    members = {name: each for name, each in found.members.items() if not _has_restarted(each)}
+    return None if _has_restarted(found) else replace(found, members=members)
+
+
+def _has_restarted(difference: Counters) -> bool:
+    """Whether the server restarted, or the model was reloaded."""
+    return min(each or 0 for each in difference.numbers) < 0

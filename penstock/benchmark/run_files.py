@@ -26,7 +26,7 @@ from penstock.benchmark.headline import headline_of
 from penstock.benchmark.pacer import Closed
 from penstock.benchmark.results import FORMAT, BenchRun, Level
 from penstock.benchmark.stats import Interval
-from penstock.benchmark.summary import Breakdown, Figures
+from penstock.benchmark.summary import Breakdown, Figures, MemberFigures
 from penstock.errors import CommandLineError, ConfigError
 from penstock.repository import staging
 
@@ -139,7 +139,20 @@ def _summary(run: BenchRun, level: Level) -> dict[str, object]:
     if figures.breakdown is not None:
         phases = figures.breakdown.phases()
         found["phases_ms"] = {name: _finite(seconds * 1e3) for name, seconds in phases.items()}
+    if figures.members:
+        found["members"] = {name: _member(each) for name, each in figures.members.items()}
     return found
+
+
+def _member(member: MemberFigures) -> dict[str, object]:
+    """Summarise a member of an ensemble: means of a request to it."""
+    phases = member.breakdown.inside()
+    return {
+        "requests_per_request": _finite(member.num_requests),
+        "rows_per_execution": _finite(member.num_rows),
+        "server_ms": _finite(member.breakdown.server_s * 1e3),
+        "phases_ms": {name: _finite(seconds * 1e3) for name, seconds in phases.items()},
+    }
 
 
 def _bounds(interval: Interval, factor: float = 1.0) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ answered.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import msgspec
@@ -17,6 +17,7 @@ from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.results import BenchRun, Level
 from penstock.benchmark.stats import Interval, Window, percentile_interval
+from penstock.benchmark.targets import Counters
 from penstock.slo import Goodput, Latency, Slo
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
@@ -47,8 +48,12 @@ class Breakdown:
 
     def phases(self) -> dict[str, float]:
         """Return all parts in the order a request passes them; their sum is its latency."""
-        found = {"waiting to be sent": self.unsent_s, "network and client": self.outside_s}
-        found["server overhead"] = self.overhead_s
+        outside = {"waiting to be sent": self.unsent_s, "network and client": self.outside_s}
+        return outside | self.inside()
+
+    def inside(self) -> dict[str, float]:
+        """Return the server's parts."""
+        found = {"server overhead": self.overhead_s}
         if self.batch_wait_s is None or self.instance_wait_s is None:
             found["queue"] = self.queue_s
         else:
@@ -56,6 +61,18 @@ class Breakdown:
             found["queue: for an instance"] = self.instance_wait_s
         found |= {"compute input": self.input_s, "compute infer": self.infer_s}
         return found | {"compute output": self.output_s}
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFigures:
+    """A model that an ensemble runs: its own figures, over the requests of all its clients."""
+
+    # Requests to it for each request to the ensemble.
+    num_requests: float
+    # Rows of an execution, in the mean; NaN without one.
+    num_rows: float
+    # Means per request to it, nothing of them outside of the server.
+    breakdown: Breakdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +93,8 @@ class Figures:
     input_tokens_per_s: float | None
     output_tokens_per_s: float | None
     breakdown: Breakdown | None
+    # By name, in the order of an ensemble's steps; empty for other models.
+    members: dict[str, MemberFigures]
     # Percent by server resource; empty where none is visible.
     utilisation: dict[str, float]
 
@@ -107,6 +126,7 @@ def figures_of(run: BenchRun, level: Level) -> Figures:
         input_tokens_per_s=whole.num_input_tokens / whole.length_s if has_tokens else None,
         output_tokens_per_s=whole.num_output_tokens / whole.length_s if has_tokens else None,
         breakdown=breakdown_of(level),
+        members=members_of(level),
         utilisation=utilisation_of(run, level),
     )
 
@@ -129,19 +149,40 @@ def breakdown_of(level: Level) -> Breakdown | None:
     server = level.server
     if server is None or not server.num_success:
         return None
+    latency_s, service_s = stats.histogram(level.windows, "latency").mean(), level.service.mean()
+    found = _inside(server)
+    outside_s = min(latency_s, service_s) - server.success_ns / server.num_success * NANOSECOND
+    unsent_s, outside_s = max(0.0, latency_s - service_s), max(0.0, outside_s)
+    return replace(found, unsent_s=unsent_s, outside_s=outside_s)
+
+
+def members_of(level: Level) -> dict[str, MemberFigures]:
+    """Return the figures of an ensemble's members that have answered."""
+    server = level.server
+    if server is None or not server.num_success:
+        return {}
+    return {
+        name: MemberFigures(
+            each.num_success / server.num_success,
+            each.num_inferences / each.num_executions if each.num_executions else math.nan,
+            _inside(each),
+        )
+        for name, each in server.members.items()
+        if each.num_success
+    }
+
+
+def _inside(server: Counters) -> Breakdown:
+    """Return the parts that a server counts."""
 
     def mean_s(total_ns: int) -> float:
         return total_ns / server.num_success * NANOSECOND
 
-    latency_s, service_s = stats.histogram(level.windows, "latency").mean(), level.service.mean()
-    inside_s = mean_s(server.success_ns)
     parts_ns = server.queue_ns + server.compute_input_ns
     parts_ns += server.compute_infer_ns + server.compute_output_ns
     has_waits = server.batch_wait_ns is not None and server.instance_wait_ns is not None
     return Breakdown(
-        unsent_s=max(0.0, latency_s - service_s),
-        outside_s=max(0.0, min(latency_s, service_s) - inside_s),
-        overhead_s=max(0.0, inside_s - mean_s(parts_ns)),
+        overhead_s=max(0.0, mean_s(server.success_ns - parts_ns)),
         queue_s=mean_s(server.queue_ns),
         input_s=mean_s(server.compute_input_ns),
         infer_s=mean_s(server.compute_infer_ns),

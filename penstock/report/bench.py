@@ -54,6 +54,8 @@ def page(run: BenchRun) -> str:
     verdict = headline_of(run)
     head, rows = _levels(run, figures)
     stream_head, stream_rows = _streams(run, figures)
+    load, loads = summary.short_loads([level.load for level in run.levels])
+    unit, member_head, member_rows = bench_table.members_of(load, loads, figures)
     levels = _drawn_levels(run, figures, chosen or 0)
     values = {
         "verdict": verdict.text,
@@ -69,6 +71,9 @@ def page(run: BenchRun) -> str:
         "rows": rows,
         "stream_head": stream_head,
         "stream_rows": stream_rows,
+        "members": bench_table.MEMBERS_TITLE.format(unit),
+        "member_head": member_head,
+        "member_rows": member_rows,
         "levels": levels,
         "num_left_out": len(figures) - len(levels),
         "chosen": chosen,

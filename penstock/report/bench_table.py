@@ -15,7 +15,7 @@ from penstock.benchmark.findings import Finding
 from penstock.benchmark.headline import Outcome
 from penstock.benchmark.results import BenchRun
 from penstock.benchmark.summary import Figures
-from penstock.report.tables import TERMINAL_STYLES, bar, figure_table
+from penstock.report.tables import TERMINAL_STYLES, Cell, bar, figure_table, terminal_table
 
 # Styles of the headline on a page.
 OUTCOME_STYLES: dict[Outcome, str] = {
@@ -29,6 +29,9 @@ SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 # More levels than this are counted, not named.
 MAX_PLACES = 3
 BAR_WIDTH = 24
+MEMBERS_TITLE = "Members, mean per request to them in {}, with those of other clients"
+# Requests to the member for each request to the ensemble; rows of an execution.
+MEMBER_COLUMNS = ("requests", "rows", "time", "queue", "input", "infer", "output")
 TPOT_FORMULA = "TPOT = (last token - first token) / (output tokens - 1)"
 
 
@@ -46,6 +49,10 @@ def shown(run: BenchRun) -> Group:
             parts += ["", _streams_table(head, names, figures), Text(TPOT_FORMULA, style="dim")]
         if any(each.breakdown for each in figures):
             parts += ["", *_breakdown_table(head, names, figures)]
+        if any(each.members for each in figures):
+            unit, member_head, rows = members_of(head, names, figures)
+            table = terminal_table(member_head, rows)
+            parts += ["", Text(MEMBERS_TITLE.format(unit), style="bold"), table]
     answers = answers_of(run)
     parts += [Text(text, style="bold") for text in ([""] if answers else []) + answers]
     found = findings.grouped(findings.find(run))
@@ -174,6 +181,23 @@ def _breakdown_table(
         table.add_row(Text(name), *cells)
     title = f"In the server, mean per request in {unit} (outside: network and client)"
     return Text(title, style="bold"), table
+
+
+def members_of(
+    head: str, names: Sequence[str], figures: Sequence[Figures]
+) -> tuple[str, list[str], list[list[Cell]]]:
+    """Return the unit, the head and the rows of the table of an ensemble's members."""
+    means = [each.breakdown for row in figures for each in row.members.values()]
+    unit = units.unit_of(each.server_s for each in means)
+    rows: list[list[Cell]] = []
+    for name, row in zip(names, figures, strict=True):
+        for member, each in row.members.items():
+            part = each.breakdown
+            times = (part.server_s, part.queue_s, part.input_s, part.infer_s, part.output_s)
+            counts = map(units.number, (each.num_requests, each.num_rows))
+            cells = [member, name, *counts, *(units.in_unit(time, unit) for time in times)]
+            rows.append([Cell(text) for text in cells])
+    return unit, ["member", head, *MEMBER_COLUMNS], rows
 
 
 def sweep(runs: Sequence[BenchRun]) -> Group:

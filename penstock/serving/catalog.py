@@ -270,11 +270,23 @@ class Catalog(ModelTable):
     ) -> None:
         async with self._changing[name]:
             try:
+                if await self._change_instances(name, configs):
+                    self._failures.pop(name, None)
+                    return
                 started = await self._start_all(name, configs, promised)
             except ConfigError as error:
                 self._fail(name, error.problems)
                 return
             await self._take_over(name, started)
+
+    async def _change_instances(self, name: str, configs: Sequence[ModelConfig]) -> bool:
+        """Give the loaded version other instances, if that is all that has changed; False: it must
+        be loaded anew. A rollout ends with any load, and several versions change together."""
+        loaded = self._models.get(name, {})
+        if len(loaded) != 1 or len(configs) != 1 or name in self._candidates:
+            return False
+        model = loaded.get(configs[0].version)
+        return model is not None and await self._loader.change_instances(model, configs[0])
 
     async def _start_all(
         self, name: str, configs: Sequence[ModelConfig], promised: list[Share]

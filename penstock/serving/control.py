@@ -25,13 +25,14 @@ from penstock.errors import (
 )
 from penstock.repository import layout, load_request, pbtxt, staging
 from penstock.repository.ensemble_files import add_members, unneeded_members
+from penstock.repository.file_stamps import Stamps, stamp
 from penstock.repository.load_request import LoadRequest
 from penstock.repository.loaded_folders import LoadedFolders
 from penstock.repository.pbtxt_fields import Proto
 from penstock.repository.python_file import local_imports
 from penstock.repository.repositories import Repositories
 from penstock.serving.catalog import Catalog, Commit
-from penstock.serving.file_watch import FileWatch, Stamps
+from penstock.serving.file_watch import FileWatch
 from penstock.types import Buffer, Parameter
 from penstock.wire.documented import IndexRow
 
@@ -283,12 +284,3 @@ class Reloader:
             is_logged = self._catalog.failure(name) is not None
             reason = "" if is_logged else f": {error}"
             log.warning("%s keeps the code it had%s", name, reason, extra={"model": name})
-
-
-def stamp(path: Path) -> tuple[int, int] | None:
-    """Return what tells whether a file was written; None if it is missing."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size

@@ -47,6 +47,15 @@ class ModelPart(Protocol):
     def scaled(self, scaled: frames.Scaled) -> None:
         """Hear how many instances there should be."""
 
+    def resized(self, resized: frames.Resized) -> None:
+        """Hear of another number of instances, before the workers that are added."""
+
+    def vacate(self, index: int) -> bool:
+        """Begin no sequence on this instance; return whether it has none."""
+
+    def occupy(self, index: int) -> None:
+        """Use an instance again that was to be vacated."""
+
     def tick(self) -> None:
         """Do periodic work."""
 

@@ -474,6 +474,11 @@ class Dispatcher:
                 kept.append(request)
         return kept
 
+    def add_places(self, number: int) -> None:
+        """Have places for so many workers, or more."""
+        for index in range(len(self.workers), number):
+            self.workers.append(WorkerPlace(index))
+
     def set_worker(self, worker: frames.SetWorker, sock: socket.socket) -> None:
         """Use the ready worker of a place from now on, and give it the memory of this shard."""
         place = self.workers[worker.index]

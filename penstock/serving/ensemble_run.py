@@ -22,6 +22,7 @@ from penstock.serving.handed_over import HandedOver
 from penstock.serving.model import Model
 from penstock.serving.pipeline import PASSED_S
 from penstock.serving.served import Served
+from penstock.serving.tracer import member_step
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import OutputKeeper, Request, Response, Tensor
 
@@ -83,6 +84,9 @@ class EnsembleRun:
         step = self._open.get(request)
         if step is None:
             return
+        if (traced := self._request.steps) is not None:
+            now = self._owner.clock()
+            traced.append(member_step(step.member.config, request, step.began, now))
         try:
             if isinstance(answer, PenstockError):
                 del self._open[request]
@@ -166,6 +170,7 @@ class EnsembleRun:
         inner.caller, inner.priority = request.caller, request.priority
         inner.chain = request.chain
         inner.parameters = request.parameters
+        inner.steps = None if request.steps is None else []
         if request.timeout_s is not None:
             left_s = request.timings.queued + request.timeout_s - self._owner.clock()
             inner.timeout_s = max(PASSED_S, left_s)

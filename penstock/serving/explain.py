@@ -184,6 +184,8 @@ def explain(model: Model, now: float) -> Explanation:
     if isinstance(model.batcher, SequenceBatcher):
         notes.append(model.batcher.describe())
     devices = [device for device, _ in config.places]
+    # Places beyond those of the configuration are left from a larger number of instances.
+    devices += [CPU] * (len(model.workers) - len(devices))
     instances = [
         InstanceState(w.index, w.state, 0, devices[w.index], 0, w.num_slots) for w in model.workers
     ]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-# Modification time and size of each file; None if it is missing.
-Stamps = Mapping[Path, tuple[int, int] | None]
+from penstock.repository.file_stamps import Stamps
 
 
 @dataclass(frozen=True, slots=True)

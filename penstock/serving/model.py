@@ -81,7 +81,6 @@ class Model:
             regions=shard.regions,
             callees=shard.callees,
         )
-        self.config = config
         self.metrics = metrics
         self._shares = context.shares
         self._clock = clock
@@ -117,6 +116,10 @@ class Model:
     def limit_rate(self, limiter: RateLimiter) -> None:
         """Execute only with the resources that the instances need; before any worker is started."""
         self._dispatcher.limits = limiter.open(self.config, self._dispatcher.pump)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.readiness.config
 
     @property
     def state(self) -> State:

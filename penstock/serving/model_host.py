@@ -21,13 +21,14 @@ from penstock.serving.context import log_about
 from penstock.serving.core_link import ModelPart
 from penstock.serving.drift_watch import DriftWatch
 from penstock.serving.instance import Instance
+from penstock.serving.instance_change import REASON, InstanceChange
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.proof import agreed
 from penstock.serving.quarantine import MAX_BODY_DEATHS, MAX_KEY_DEATHS, Quarantine
 from penstock.serving.scaler import InstanceScaler
 from penstock.serving.served import ModelProcess
-from penstock.serving.shared_page import PageBlocks, slots_of_workers
-from penstock.serving.supervisor import Supervisor
+from penstock.serving.shared_page import PageBlocks, add_places, slots_of_workers
+from penstock.serving.supervisor import Supervisor, load_timeout_text
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
@@ -83,9 +84,11 @@ class ModelHost:
         # Replaced in place: a spare takes over from a dead worker. Places that no worker has now
         # included.
         self.instances: Sequence[Instance] = self.supervisor.instances
-        self.scaler = InstanceScaler(config, self.supervisor, clock)
-        self._quarantine = Quarantine()
         self._parts: dict[int, ModelPart] = {}
+        self.scaler = InstanceScaler(config, self.supervisor, clock, self._parts)
+        # A change of the number of instances in progress.
+        self._change: InstanceChange | None = None
+        self._quarantine = Quarantine()
         # Workers that the parts know, and the shards that have all answers of leaving workers.
         self._known: set[int] = set()
         self._left: dict[int, set[int]] = {}
@@ -152,6 +155,33 @@ class ModelHost:
         if self._load_problems:
             raise ConfigError(self._load_problems)
 
+    async def change_instances(self, config: ModelConfig) -> None:
+        """Start or stop workers until there are as many as this configuration says, which differs
+        in nothing else. ConfigError, and nothing changes, if one cannot be loaded."""
+        old, count = self._config, self.scaler.num_wanted
+        self._change = InstanceChange(self._resize(config, count))
+        try:
+            async with asyncio.timeout(config.load_timeout_s):
+                await self._change.wait()
+        except BaseException as error:
+            self._change = None
+            self._resize(old, count)
+            if isinstance(error, TimeoutError):
+                text = load_timeout_text(config.load_timeout_s)
+                raise ConfigError([f"{REASON}: {text}"]) from None
+            raise
+        self._change = None
+        self.scaler.tell_executors()
+
+    def _resize(self, config: ModelConfig, count: int) -> list[Instance]:
+        """Have `count` instances, if the configuration allows it; return those that are started."""
+        self._config = config
+        num_places = max(len(self.instances), len(config.places))
+        add_places(self._slots, num_places)
+        for part in self._parts.values():
+            part.resized(frames.Resized(config.num_instances, num_places))
+        return self.scaler.resize(config, count, REASON)
+
     async def stop(self) -> None:
         """Stop the workers after their current batches."""
         self.scaler.close()
@@ -167,6 +197,8 @@ class ModelHost:
             for shard, part in self._parts.items():
                 self._set_worker(shard, part, instance)
             self.scaler.tell_executors()
+            if self._change is not None:
+                self._change.ready(instance)
             return
         wanted = [each for each in self.instances if each.is_wanted]
         if all(each.is_ready for each in wanted) and not self._first_ready.done():
@@ -180,6 +212,8 @@ class ModelHost:
         self, instance: Instance, reason: str, conclude: Callable[[bool], None]
     ) -> None:
         self.scaler.settled(instance.index)
+        if self._change is not None:
+            self._change.died(instance, reason)
         is_lost = instance.is_wanted and not instance.is_dismissed
         if self.state == "READY" and not instance.is_spare and is_lost:
             self._metrics.num_restarts += 1
@@ -220,7 +254,9 @@ class ModelHost:
         for part in self._parts.values():
             part.tick()
         self._grant_try()
-        if self._config.is_scaled and self.state == "READY" and self.scaler.tick():
+        self.scaler.leave_vacated()
+        is_scaled = self._config.is_scaled and self._change is None
+        if is_scaled and self.state == "READY" and self.scaler.tick():
             for part in list(self._parts.values()):
                 part.scaled(self.scaler.scaled)
 
@@ -301,6 +337,8 @@ class ModelHost:
     def _introduce(self, shard: int, part: ModelPart, proved: frames.ModelProved) -> None:
         """Tell a part all that it must know before it serves."""
         part.open_model(proved)
+        if len(self.instances) > len(self._config.places):
+            part.resized(frames.Resized(self._config.num_instances, len(self.instances)))
         self._set_quarantine(part)
         for instance in self.instances:
             if instance.is_ready and not instance.is_leaving:

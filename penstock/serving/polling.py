@@ -9,17 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.repository import links
-from penstock.serving.control import Control, stamp
-from penstock.serving.file_watch import FileWatch, Stamps
+from penstock.repository.file_stamps import Stamps, stamps_below
+from penstock.serving.control import Control
+from penstock.serving.file_watch import FileWatch
 
 log = logging.getLogger("penstock.poll")
-# Loading a Python model writes there.
-CACHE = "__pycache__"
 
 
 class Poller:
@@ -73,19 +69,4 @@ class Poller:
 
     def _look(self) -> dict[str, Stamps]:
         found = self._control.sources.folders()
-        return {name: _stamps_below(paths) for name, paths in found.items()}
-
-
-def _stamps_below(paths: list[Path]) -> Stamps:
-    stamps = {file: stamp(file) for path in paths for file in _files(path)}
-    return {file: found for file, found in stamps.items() if found is not None}
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """Yield the files of a model, without hidden ones, which are not read."""
-    start = len(path.parts)
-    for each in links.walk(path):
-        below = each.parts[start:]
-        is_hidden = any(part.startswith(".") or part == CACHE for part in below)
-        if not is_hidden and not each.is_dir():
-            yield each
+        return {name: stamps_below(paths) for name, paths in found.items()}

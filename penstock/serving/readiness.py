@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from penstock.errors import NotReady
@@ -44,7 +45,7 @@ class Readiness:
         memory: RequestMemory,
         guard: PoisonGuard,
     ) -> None:
-        self._config = context.config
+        self.config = context.config
         self._core = core
         self._dispatcher = dispatcher
         self._workers: Sequence[WorkerPlace] = dispatcher.workers
@@ -76,7 +77,7 @@ class Readiness:
     def not_ready(self) -> NotReady:
         reason = self.reason or self._last_reason
         detail = f": {reason}" if reason else ""
-        return NotReady(f"Model '{self._config.name}' is not at ready state{detail}")
+        return NotReady(f"Model '{self.config.name}' is not at ready state{detail}")
 
     def close(self) -> None:
         for worker in self._workers:
@@ -90,8 +91,8 @@ class Readiness:
         proof = proved.proof
         if proof.unbatched:
             self._queue.stop_batching()
-        if self._config.padding is not None and not proof.unpadded:
-            self._pad(Pads(self._config), proved)
+        if self.config.padding is not None and not proof.unpadded:
+            self._pad(Pads(self.config), proved)
         self.state = "READY"
 
     def load_failed(self, problems: Sequence[str]) -> None:
@@ -138,12 +139,24 @@ class Readiness:
         if scaled.target == 0:
             self.cold.begin(scaled.load_s)
 
+    def resized(self, resized: frames.Resized) -> None:
+        self.config = replace(self.config, num_instances=resized.num_instances)
+        self._dispatcher.add_places(resized.num_places)
+        self._memory.resize(self.config)
+
+    def vacate(self, index: int) -> bool:
+        return self._queue.vacate(index)
+
+    def occupy(self, index: int) -> None:
+        self._queue.occupy(index)
+        self._dispatcher.pump()
+
     def tick(self) -> None:
         self._dispatcher.tick()
         self.cold.tick()
         self._fail_if_unavailable()
         self._report_hangs()
-        if self._config.is_scaled:
+        if self.config.is_scaled:
             self._count_executors()
             self._report_load()
 

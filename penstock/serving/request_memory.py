@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from penstock.config import ModelConfig
 from penstock.errors import TooLarge
 from penstock.serving.batches import RunningBatch
 from penstock.serving.context import ModelContext
@@ -39,7 +40,7 @@ class RequestMemory:
         self._receiving: set[Reservation] = set()
         self._queued: set[Request] = set()
         self._num_reserved_bytes = 0
-        max_slabs = max(config.memory.max_slabs, 2 * config.max_instances)
+        max_slabs = _max_slabs(config)
         self.pool = SlabPool(context.planner.slab_bytes, max_slabs)
         if config.uses_gpu and context.planner.has_rows:
             # Workers pin slabs, which takes milliseconds: not while requests wait.
@@ -49,6 +50,10 @@ class RequestMemory:
         fixed = [index for index, spec in enumerate(config.outputs) if spec.is_fixed]
         self._column = {index: column for column, index in enumerate(fixed)}
         self.needs_parts = len(self._column) < len(config.outputs)
+
+    def resize(self, config: ModelConfig) -> None:
+        """Serve another number of instances."""
+        self.pool.allow(_max_slabs(config))
 
     def close(self) -> None:
         self.pool.close()
@@ -444,3 +449,7 @@ def _place_of(request: Request) -> tuple[int, int]:
     slab = request.ticket.slab
     assert slab is not None
     return slab.id, request.ticket.row
+
+
+def _max_slabs(config: ModelConfig) -> int:
+    return max(config.memory.max_slabs, 2 * config.max_instances)

@@ -87,6 +87,15 @@ class RequestQueue:
             self.sequences.lose(instance, reason)
             self._refuse_broken()
 
+    def vacate(self, instance: int) -> bool:
+        """Begin no sequence on an instance; return whether it has none."""
+        return self.sequences is None or self.sequences.table.vacate(instance)
+
+    def occupy(self, instance: int) -> None:
+        """Begin sequences again on an instance that was to be vacated."""
+        if self.sequences is not None:
+            self.sequences.table.occupy(instance)
+
     def finished(self, requests: list[Request], now: float) -> None:
         """Note that requests have run, or never will: their sequences go on."""
         if self.sequences is not None:

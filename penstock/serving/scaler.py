@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from penstock.config import CPU, ModelConfig
 from penstock.serving.arrival_rates import ArrivalRates, Increments
 from penstock.serving.context import log_about
+from penstock.serving.core_link import ModelPart
 from penstock.serving.instance import Instance
 from penstock.serving.scaling import InstanceCounts, Observation, ScalingDecision, ScalingPolicy
 from penstock.serving.supervisor import Supervisor
@@ -27,7 +28,7 @@ ROOM_AGAIN_S = 10.0
 # The slowest of this many starts is expected of the next one.
 NUM_STARTS = 3
 MANY = 1 << 16
-SCALED_DOWN = "the load needs fewer instances"
+SCALED_DOWN = "fewer instances are needed"
 
 # Reserves GPU memory for a worker of a configuration; returns what gives the reservation back, or
 # None if there is no room.
@@ -39,16 +40,17 @@ class InstanceScaler:
     if the model's GPU memory is not planned. Does nothing if the number of instances is fixed."""
 
     def __init__(
-        self, config: ModelConfig, supervisor: Supervisor, clock: Callable[[], float]
+        self,
+        config: ModelConfig,
+        supervisor: Supervisor,
+        clock: Callable[[], float],
+        parts: Mapping[int, ModelPart],
     ) -> None:
-        self._config = config
+        """`parts` are the shards' parts of the model."""
+        self._parts = parts
         self._supervisor = supervisor
         self._clock = clock
-        # Instances that share a worker are started and stopped together.
-        slots = max(count for _, count in config.places)
-        least = min(len(config.places), -(-config.min_instances // slots))
-        self.limits = least, len(config.places)
-        self.policy = ScalingPolicy(*self.limits, config.scaling, config.batching, slots)
+        self._use(config)
         self._rates = ArrivalRates(clock())
         self._loads: dict[int, frames.PartLoad] = {}
         self._new = Increments()
@@ -64,11 +66,27 @@ class InstanceScaler:
         self._tasks: set[asyncio.Task[None]] = set()
         self.find_room: FindRoom | None = None
         self.is_cold = False
+        # Instances that end when their sequences have ended.
+        self._vacated: set[Instance] = set()
+        # Whether there may be another number of instances than workers were told of.
+        self._varies = config.is_scaled
         self.decision = ScalingDecision(len(self._wanted), "the number at the start")
+
+    def _use(self, config: ModelConfig) -> None:
+        self._config = config
+        # Instances that share a worker are started and stopped together.
+        slots = max(count for _, count in config.places)
+        least = min(len(config.places), -(-config.min_instances // slots))
+        self.limits = least, len(config.places)
+        self.policy = ScalingPolicy(*self.limits, config.scaling, config.batching, slots)
 
     @property
     def _wanted(self) -> list[Instance]:
         return [each for each in self._supervisor.instances if each.is_wanted]
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self._wanted)
 
     @property
     def load_s(self) -> float:
@@ -127,7 +145,7 @@ class InstanceScaler:
 
     def tell_executors(self) -> None:
         """Tell the workers how many batches can run at once now."""
-        if not self._config.is_scaled:
+        if not self._varies:
             return
         instances = self._supervisor.instances
         ready = [each for each in instances if each.is_ready and not each.is_leaving]
@@ -145,6 +163,29 @@ class InstanceScaler:
         self._rates.touch(self._clock())
         if not self._wanted:
             self._follow(ScalingDecision(1, "a request came when there was no instance"))
+
+    def resize(self, config: ModelConfig, count: int, reason: str) -> list[Instance]:
+        """Use another configuration, with `count` instances or as near as its limits allow; return
+        those that are started."""
+        before = self._wanted
+        self._varies = True
+        self._use(config)
+        self._supervisor.use(config)
+        least, most = self.limits
+        self._follow(ScalingDecision(min(most, max(least, count)), reason))
+        return [each for each in self._wanted if each not in before]
+
+    def leave_vacated(self) -> None:
+        """Stop the instances whose sequences have ended."""
+        for instance in list(self._vacated):
+            index, parts = instance.index, self._parts.values()
+            if instance.is_wanted:
+                self._vacated.discard(instance)
+                for part in parts:
+                    part.occupy(index)
+            elif all([part.vacate(index) for part in parts]):
+                self._vacated.discard(instance)
+                self._supervisor.dismiss(instance, SCALED_DOWN)
 
     def tick(self) -> bool:
         """Decide how many instances there should be; return whether the last is being stopped."""
@@ -197,6 +238,7 @@ class InstanceScaler:
             self._stop_one()
         after = len(self._wanted)
         self.decision = ScalingDecision(after, decision.reason)
+        self.leave_vacated()
         if after == 0:
             self.is_cold = True
         if after != before:
@@ -206,7 +248,11 @@ class InstanceScaler:
     def _stop_one(self) -> None:
         """Stop an instance: one that still loads, or else the one that was added last."""
         instance = max(self._wanted, key=lambda each: (not each.is_ready, each.index))
-        self._supervisor.dismiss(instance, SCALED_DOWN)
+        instance.is_wanted = False
+        if instance.is_ready:
+            self._vacated.add(instance)
+        else:
+            self._supervisor.dismiss(instance, SCALED_DOWN)
 
     def _start(self, instance: Instance) -> None:
         if instance.device == CPU or self.find_room is None:

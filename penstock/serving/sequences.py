@@ -80,6 +80,8 @@ class SequenceTable:
         # By open instance: its free slots as a heap, and the sequences whose next request may run.
         self._free: dict[int, list[int]] = {}
         self._ready: dict[int, dict[LiveSequence, None]] = {}
+        # Open instances that get no further sequences.
+        self._vacated: set[int] = set()
         self._running: dict[Request, LiveSequence] = {}
         # When an idle sequence may end; entries of sequences that went on are skipped.
         self._idle: list[tuple[float, int, LiveSequence]] = []
@@ -99,8 +101,8 @@ class SequenceTable:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all open instances."""
-        return self._num_slots * len(self._free)
+        """Slots of all open instances, without those that get no further sequences."""
+        return self._num_slots * len(self._free.keys() - self._vacated)
 
     @property
     def next_idle(self) -> float | None:
@@ -123,6 +125,7 @@ class SequenceTable:
         runs there is answered by others."""
         self._free.pop(instance, None)
         self._ready.pop(instance, None)
+        self._vacated.discard(instance)
         broken: Broken = []
         again: list[LiveSequence] = []
         for sequence in list(self._live.values()):
@@ -143,6 +146,17 @@ class SequenceTable:
             self._line.move_to_end(sequence, last=False)
         self._fill()
         return broken
+
+    def vacate(self, instance: int) -> bool:
+        """Begin no sequence on an instance; those that it has go on. Return whether it has none."""
+        if instance in self._free:
+            self._vacated.add(instance)
+        return instance not in self._free or len(self._free[instance]) == self._num_slots
+
+    def occupy(self, instance: int) -> None:
+        """Offer the free slots of an instance again."""
+        self._vacated.discard(instance)
+        self._fill()
 
     def add(self, request: Request, now: float) -> LiveSequence:
         """Queue a request in its sequence; InvalidRequest if it cannot belong to it."""
@@ -332,7 +346,8 @@ class SequenceTable:
     def _fill(self) -> None:
         """Give free slots to the sequences in line; instances with the most free slots first."""
         while self._line:
-            instance = max(self._free, key=self._room, default=-1)
+            offered = self._free.keys() - self._vacated
+            instance = max(offered, key=self._room, default=-1)
             if instance < 0 or not self._free[instance]:
                 return
             sequence, _ = self._line.popitem(last=False)

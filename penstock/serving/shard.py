@@ -33,7 +33,13 @@ from penstock.serving.parcels import Parcels
 from penstock.serving.pipeline import StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quota
 from penstock.serving.served import Served
-from penstock.serving.shared_page import PageElsewhere, SharedPage, num_slots, slots_of_workers
+from penstock.serving.shared_page import (
+    PageElsewhere,
+    SharedPage,
+    add_places,
+    num_slots,
+    slots_of_workers,
+)
 from penstock.serving.split_counts import SplitCounts
 from penstock.serving.traffic_split import renew_split
 from penstock.system import logs
@@ -198,6 +204,8 @@ class Shard:
         self._models: dict[int, Served] = {}
         self._numbers: dict[int, tuple[int, ...]] = {}
         self._parts: dict[int, tuple[ModelPart, RemoteCore]] = {}
+        # By part: the slots of its workers on the page, and what reads them.
+        self._slots: dict[int, tuple[list[range], PageElsewhere]] = {}
         self._engine_parts: dict[int, EnginePart] = {}
         # Models whose requests go to the core.
         self._handed: dict[int, HandedOver] = {}
@@ -222,8 +230,18 @@ class Shard:
                 sock.close()
         elif sock is not None:
             self._connect(frame, sock)
+        elif isinstance(frame.message, frames.Resized):
+            self._resize(frame.part, frame.message)
         else:
             self._hear(*self._parts[frame.part], frame.message)
+
+    def _resize(self, number: int, resized: frames.Resized) -> None:
+        """Use another number of instances, whose slots on the page follow the others."""
+        slots, elsewhere = self._slots[number]
+        add_places(slots, resized.num_places)
+        elsewhere.use_slots(slots[-1].stop)
+        part, _ = self._parts[number]
+        part.resized(resized)
 
     def _hear_answer(self, part: int, answer: frames.HandBack) -> None:
         """Hear the core's answer to a request that was handed over."""
@@ -335,7 +353,7 @@ class Shard:
         cores = [RemoteCore(number, self._send) for number in opening.parts]
         config = opening.config
         configs = [stage.config for stage in stages_of(config)] if config.is_staged else [config]
-        places = zip(cores, configs, opening.blocks, strict=True)
+        places = zip(opening.parts, cores, configs, opening.blocks, strict=True)
         setups = [self._set_up(*place) for place in places]
         model = make_model(config, quotas=self.table.quotas, shards=setups)
         model.cache = self.table.caches.open(config, model.metrics)
@@ -386,12 +404,13 @@ class Shard:
         self._numbers[opening.model] = opening.parts
         await model.start()
 
-    def _set_up(self, core: RemoteCore, config: ModelConfig, block: int) -> ShardSetup:
+    def _set_up(self, part: int, core: RemoteCore, config: ModelConfig, block: int) -> ShardSetup:
         """Connect a stage with the core, and by the page with the other shards and the workers."""
         policy, slots = config.batching, slots_of_workers(config)
         levels, has_budget = max(1, policy.num_priorities), policy.max_tokens is not None
         place = self._page, block, self._number, num_slots(config)
         elsewhere = PageElsewhere(*place, levels, has_budget)
+        self._slots[part] = slots, elsewhere
         return ShardSetup(
             core,
             lambda index: elsewhere.has_idle(slots[index]),
@@ -411,6 +430,7 @@ class Shard:
             handing.close()
         for part in self._numbers.pop(number):
             self._parts.pop(part, None)
+            self._slots.pop(part, None)
             self._engine_parts.pop(part, None)
             self._handed.pop(part, None)
 

@@ -105,6 +105,16 @@ class RemotePart:
     def scaled(self, scaled: frames.Scaled) -> None:
         self._tell(scaled)
 
+    def resized(self, resized: frames.Resized) -> None:
+        self._tell(resized)
+
+    def vacate(self, index: int) -> bool:
+        """Return True: sequences are the core's."""
+        return True
+
+    def occupy(self, index: int) -> None:
+        """Do nothing, likewise."""
+
     def tick(self) -> None:
         """Do nothing: the shard has a clock of its own."""
 

@@ -352,9 +352,14 @@ class PageElsewhere:
         self._queues = page.cells[begin : layout.queue_at(model, layout.num_shards)]
         own = layout.queue_at(model, shard)
         self._own = page.cells[own : own + QUEUE_CELLS]
-        self._slots = page.cells[layout.slot_at(model, 0) : layout.slot_at(model, num_slots)]
+        self.use_slots(num_slots)
         self._stride = layout.shard_cells
         self._held_at = layout.held_at(model, 0) - begin
+
+    def use_slots(self, num_slots: int) -> None:
+        """Read the cells of so many slots."""
+        layout, model = self._page.layout, self._model
+        self._slots = self._page.cells[layout.slot_at(model, 0) : layout.slot_at(model, num_slots)]
 
     def look(self, now: float, *, is_fresh: bool = False) -> OtherShards:
         others = self._others
@@ -452,6 +457,12 @@ def slots_of_workers(config: ModelConfig) -> list[range]:
         found.append(range(begin, begin + count))
         begin += count
     return found
+
+
+def add_places(slots: list[range], number: int) -> None:
+    """Give slots to the workers of further places; each has one."""
+    while len(slots) < number:
+        slots.append(range(slots[-1].stop, slots[-1].stop + 1))
 
 
 def num_slots(config: ModelConfig) -> int:

@@ -153,13 +153,17 @@ class SlabPool:
 
     def __init__(self, slab_bytes: int, max_slabs: int) -> None:
         self.slab_bytes = slab_bytes
-        self._max_slabs = max_slabs
-        # Slow clients must not hold all slabs: few may have reserved rows at a time.
-        self._max_reserving = max(1, max_slabs // 4)
+        self.allow(max_slabs)
         self._num_reserving = 0
         self._free: list[Slab] = []
         self._open: dict[object, Slab] = {}
         self.slabs: list[Slab] = []
+
+    def allow(self, max_slabs: int) -> None:
+        """Limit the slabs that queued requests may fill."""
+        self._max_slabs = max_slabs
+        # Slow clients must not hold all slabs: few may have reserved rows at a time.
+        self._max_reserving = max(1, max_slabs // 4)
 
     @property
     def num_in_use(self) -> int:

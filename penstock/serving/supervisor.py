@@ -156,6 +156,12 @@ class Supervisor:
         if hasattr(self, "_listener"):  # Not if it was never started.
             del self._listener
 
+    def use(self, config: ModelConfig) -> None:
+        """Start workers of this configuration from now on; there are places for its instances."""
+        self._config = config
+        for index in range(len(self.instances), len(config.places)):
+            self.instances.append(Instance(index, *config.places[index], is_wanted=False))
+
     def want_another(self) -> Instance | None:
         """Choose a place for one more worker; None if all are used. Call `start_wanted` then."""
         free = [each for each in self.instances if not each.is_wanted]
@@ -173,6 +179,7 @@ class Supervisor:
         """Stop a worker: at once if it is not ready, otherwise when it has answered."""
         instance.is_wanted = False
         if instance.child is None:
+            instance.crashes.recovered()
             return
         instance.is_dismissed = True
         if not instance.is_ready:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.types import ReplySink, Request, Response, Tensor, Timings, to_array
@@ -153,11 +155,10 @@ class TraceSink:
             config.version,
             request.id[:MAX_TEXT],
             timings.received,
-            step_of(config.name, timings),
+            step_of(config.name, timings, config.version, request.steps or ()),
             sending,
             self._tracer.clock(),
             error=type(answer).__name__ if isinstance(answer, PenstockError) else "",
-            steps=tuple(request.steps or ()),
             tensors=tuple(call.tensors),
             trace_id="" if parent is None else parent.trace_id,
             parent_id="" if parent is None else parent.span_id,
@@ -165,10 +166,19 @@ class TraceSink:
         )
 
 
-def step_of(name: str, timings: Timings) -> TracedStep:
-    return TracedStep(
-        name, timings.queued, timings.dispatched, timings.compute_s, timings.completed
-    )
+def step_of(
+    name: str, timings: Timings, version: str = "", steps: Sequence[TracedStep] = ()
+) -> TracedStep:
+    queued, dispatched, ended = timings.queued, timings.dispatched, timings.completed
+    return TracedStep(name, queued, dispatched, timings.compute_s, ended, version, tuple(steps))
+
+
+def member_step(config: ModelConfig, request: Request, began: float, now: float) -> TracedStep:
+    """Return the step of an ensemble's member; one that refused its request queued nothing."""
+    step = step_of(config.name, request.timings, config.version, request.steps or ())
+    if step.queued and step.ended:
+        return step
+    return replace(step, queued=step.queued or began, ended=step.ended or now)
 
 
 def traced_tensors(activity: str, tensors: Sequence[Tensor]) -> list[TracedTensor]:

@@ -18,13 +18,15 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.processes.child import StartLife
 from penstock.repository import fingerprint, holds
+from penstock.repository.file_stamps import Stamps, stamps_of
 from penstock.serving.context import log_about
 from penstock.serving.ensemble import Ensemble
+from penstock.serving.instance_change import changes_instances_only
 from penstock.serving.model import Model
 from penstock.serving.model_host import ModelHost
 from penstock.serving.model_table import ModelTable
 from penstock.serving.owned_model import OwnedModel
-from penstock.serving.pipeline import StagePipeline, make_model
+from penstock.serving.pipeline import StagePipeline, make_model, stages_of
 from penstock.serving.quotas import Quotas
 from penstock.serving.scaler import FindRoom
 from penstock.serving.served import Served
@@ -61,6 +63,8 @@ class VersionLoader:
         self.on_end: Callable[[ModelConfig], object] = lambda config: None
         # Descriptors that mark the files of loaded versions as in use, by the model's id.
         self._holds: dict[int, int] = {}
+        # Their files when they were loaded, likewise.
+        self._stamps: dict[int, Stamps] = {}
         self._limit = asyncio.Semaphore(MAX_LOADING)
 
     async def start(self, config: ModelConfig, num_running: int | None = None) -> Served:
@@ -93,6 +97,7 @@ class VersionLoader:
         try:
             async with limit:
                 await finish(self._hold(model))
+                self._stamps[id(model)] = await asyncio.to_thread(stamps_of, config)
                 await model.start()
                 if taken is not None:
                     await asyncio.to_thread(fingerprint.check, config, taken)
@@ -108,6 +113,22 @@ class VersionLoader:
             text = ", ".join(f"{key}={value}" for key, value in built.items())
             log_about(log, logging.INFO, config, " was built with %s", text)
         return model
+
+    async def change_instances(self, model: Served, config: ModelConfig) -> bool:
+        """Give a loaded version the number of instances of this configuration, if it differs in
+        nothing else and its files are those that were loaded; False: it must be loaded anew.
+        ConfigError, and nothing changes, if an instance cannot be started."""
+        config = replace(self._limited(config), fingerprint=model.config.fingerprint)
+        host = network_of(model)
+        if host is None or not model.is_ready or not changes_instances_only(model.config, config):
+            return False
+        if await asyncio.to_thread(stamps_of, config) != self._stamps.get(id(model)):
+            return False
+        await host.change_instances(stages_of(config)[-1].config if config.is_staged else config)
+        use_config(model, config)
+        text = " has %d instances now, without loading it anew"
+        log_about(log, logging.INFO, config, text, config.num_instances)
+        return True
 
     def _limited(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration without rate limits if the server has none; ConfigError if an
@@ -133,6 +154,7 @@ class VersionLoader:
         await model.close()
         if (held := self._holds.pop(id(model), None)) is not None:
             os.close(held)
+        self._stamps.pop(id(model), None)
         self.on_end(model.config)
 
     def _create(self, config: ModelConfig) -> Served:
@@ -196,3 +218,11 @@ def network_of(model: Served) -> ModelHost | None:
     if isinstance(model, StagePipeline):
         return model.models[-1].host
     return model.stages[-1].host if isinstance(model, ShardedModel) else None
+
+
+def use_config(model: Served, config: ModelConfig) -> None:
+    """Let a version have another configuration, of which its workers know already."""
+    if isinstance(model, OwnedModel):
+        use_config(model.model, config)
+    if isinstance(model, OwnedModel | StagePipeline | ShardedModel):
+        model.config = config

@@ -632,6 +632,13 @@ class Scaled(Frame, tag="scl"):
     load_s: float
 
 
+class Resized(Frame, tag="rsz"):
+    """The model has another number of instances from now on, and so many places for workers."""
+
+    num_instances: int
+    num_places: int
+
+
 class PartLoad(Frame, tag="pld"):
     """The load of a part whose model is scaled, several times a second: rows (or tokens, with a
     token budget) that were offered so far, refused ones included; those that are queued; time that
@@ -774,6 +781,7 @@ ToPartMessage = (
     | SetReason
     | TryGranted
     | Scaled
+    | Resized
     | SetEngine
     | EngineEnded
     | HandBack

@@ -57,7 +57,8 @@ class TracedTensor(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TracedStep(msgspec.Struct, array_like=True, frozen=True):
-    """One model's work on a request, or one stage's, in seconds of the monotonic clock."""
+    """One model's work on a request, or one stage's, in seconds of the monotonic clock. `steps` are
+    the members of an ensemble, or the stages of a pipeline, that did it."""
 
     name: str
     queued: float
@@ -65,6 +66,9 @@ class TracedStep(msgspec.Struct, array_like=True, frozen=True):
     # Reading inputs, running the model and writing outputs, one after the other.
     compute_s: tuple[float, float, float]
     ended: float
+    # Of the model; empty for a stage.
+    version: str = ""
+    steps: tuple[TracedStep, ...] = ()
 
 
 class TraceRecord(msgspec.Struct, array_like=True):
@@ -83,8 +87,6 @@ class TraceRecord(msgspec.Struct, array_like=True):
     sent: float
     # The name of the error that it ended with; empty for an answer.
     error: str = ""
-    # The stages of a pipeline.
-    steps: tuple[TracedStep, ...] = ()
     tensors: tuple[TracedTensor, ...] = ()
     # Of the client's trace, as hexadecimal digits; empty without one.
     trace_id: str = ""

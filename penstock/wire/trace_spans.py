@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -34,24 +35,26 @@ class TraceSpan:
 
 
 def spans_of(record: TraceRecord) -> list[TraceSpan]:
-    """Return the spans of a request, parents first: the request, its model, and for the model or
-    each of its stages queueing and computing."""
+    """Return the spans of a request, parents first: the request, its model, and for the model, or
+    each of its stages or members, queueing and computing."""
     found = [TraceSpan(ROOT, record.received, record.sent, None)]
     whole = record.whole
     if not whole.queued:
         return found
-    ended = whole.ended or record.sending
-    found.append(TraceSpan(whole.name, whole.queued, ended, 0))
-    if not record.steps:
-        _add_phases(found, whole, ended)
-    for step in record.steps:
-        around = len(found)
-        found.append(TraceSpan(step.name, step.queued, step.ended or ended, 1))
-        _add_phases(found, step, step.ended or ended, around)
+    _add_step(found, whole, whole.ended or record.sending, 0)
     return found
 
 
-def _add_phases(found: list[TraceSpan], step: TracedStep, ended: float, around: int = 1) -> None:
+def _add_step(found: list[TraceSpan], step: TracedStep, ended: float, around: int) -> None:
+    own = len(found)
+    found.append(TraceSpan(step.name, step.queued, ended, around))
+    if not step.steps:
+        _add_phases(found, step, ended, own)
+    for each in step.steps:
+        _add_step(found, each, each.ended or ended, own)
+
+
+def _add_phases(found: list[TraceSpan], step: TracedStep, ended: float, around: int) -> None:
     if not step.dispatched:
         found.append(TraceSpan("queue", step.queued, ended, around))
         return
@@ -70,7 +73,7 @@ def _add_phases(found: list[TraceSpan], step: TracedStep, ended: float, around: 
 
 def triton_entries(record: TraceRecord, new_id: Callable[[], int]) -> list[bytes]:
     """Return the entries of a request, one for each activity, as Triton's trace_summary.py reads
-    them. Stages have identifiers of their own."""
+    them. Stages and members have identifiers of their own, and name their parent."""
     number = new_id()
     named = {"id": number, "model_name": record.model, "model_version": _number(record.version)}
     if record.request_id:
@@ -81,7 +84,7 @@ def triton_entries(record: TraceRecord, new_id: Callable[[], int]) -> list[bytes
         whole, end = record.whole, record.whole.ended or record.sending
         moments = [(front[0], record.received), (front[1], record.received)]
         moments.append(("REQUEST_START", record.received))
-        moments += _step_moments(whole, is_whole=bool(record.steps))
+        moments += _step_moments(whole)
         moments += [("INFER_RESPONSE_COMPLETE", end), ("REQUEST_END", end)]
         moments += [(front[2], record.sending), (front[3], record.sent)]
         entries += _timestamps(number, moments)
@@ -98,18 +101,29 @@ def triton_entries(record: TraceRecord, new_id: Callable[[], int]) -> list[bytes
         }
         for tensor in record.tensors
     ]
-    for step in record.steps if record.has_timestamps else ():
-        child = new_id()
-        entries.append({**named, "id": child, "model_name": step.name, "parent_id": number})
-        moments = [("REQUEST_START", step.queued), *_step_moments(step)]
-        entries += _timestamps(child, [*moments, ("REQUEST_END", step.ended)])
+    if record.has_timestamps:
+        for step in record.whole.steps:
+            entries += _step_entries(step, named, new_id)
     return [_json(each) for each in entries]
 
 
-def _step_moments(step: TracedStep, *, is_whole: bool = False) -> list[tuple[str, float]]:
-    """Return the moments of queueing and computing. Of a pipeline, as of Triton's ensembles, only
-    the stages have them."""
-    if is_whole or not step.queued:
+def _step_entries(
+    step: TracedStep, parent: JsonObject, new_id: Callable[[], int]
+) -> list[JsonObject]:
+    """Return the entries of a stage or a member, and of the members of this one."""
+    number = new_id()
+    named = {**parent, "id": number, "model_name": step.name, "parent_id": parent["id"]}
+    if step.version:
+        named["model_version"] = _number(step.version)
+    moments = [("REQUEST_START", step.queued), *_step_moments(step), ("REQUEST_END", step.ended)]
+    inner = (_step_entries(each, named, new_id) for each in step.steps)
+    return [named, *_timestamps(number, moments), *chain.from_iterable(inner)]
+
+
+def _step_moments(step: TracedStep) -> list[tuple[str, float]]:
+    """Return the moments of queueing and computing. As in Triton, an ensemble has none of its own,
+    only its members; likewise a pipeline."""
+    if step.steps or not step.queued:
         return []
     moments = [("QUEUE_START", step.queued)]
     if not step.dispatched:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from penstock import slo as promises
@@ -170,6 +171,22 @@ def level(
         samples=list(recorder.samples),
         system=_system(server, made, span_s),
     )
+
+
+def ensemble_level(load: Load) -> Level:
+    """Of an ensemble of `tokenizer`, which computes twice a request, and `encoder`."""
+    whole = level(load)
+    counters = whole.server
+    assert counters is not None
+    tokenizer = msgspec.structs.replace(
+        counters,
+        num_success=2 * counters.num_success,
+        num_inferences=2 * counters.num_success,
+        num_executions=counters.num_success // 2,
+    )
+    members = {"tokenizer": tokenizer, "encoder/2": counters}
+    whole.server = msgspec.structs.replace(counters, members=members)
+    return whole
 
 
 def histogram(seconds: Sequence[float]) -> DurationHistogram:

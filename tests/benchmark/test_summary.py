@@ -76,6 +76,20 @@ def test_no_breakdown_without_an_account_or_an_answer() -> None:
     assert summary.breakdown_of(level) is None
 
 
+def test_members_of_an_ensemble_have_their_own_means() -> None:
+    level = made_runs.ensemble_level(Closed(16))
+    whole, found = summary.breakdown_of(level), summary.members_of(level)
+    assert list(found) == ["tokenizer", "encoder/2"] and whole is not None
+    tokenizer, encoder = found.values()
+    assert (tokenizer.num_requests, encoder.num_requests) == (2.0, 1.0)
+    assert tokenizer.num_rows == pytest.approx(4.0, rel=0.01) and encoder.num_rows == 1.0
+    # The same time for twice as many requests.
+    assert encoder.breakdown.server_s == pytest.approx(whole.server_s)
+    assert tokenizer.breakdown.infer_s == pytest.approx(whole.infer_s / 2)
+    assert tokenizer.breakdown.outside_s == 0.0
+    assert summary.members_of(made_runs.level(Closed(16))) == {}
+
+
 def test_utilisation_is_the_servers() -> None:
     run = made_runs.open_loop(400.0)
     level = run.levels[0]

@@ -17,6 +17,17 @@ from served import EXAMPLES, Served, null_model
 from penstock.system.exit_codes import ExitCode
 
 FAKE_OPENAI = Path(__file__).parents[1] / "benchmark" / "fake_openai.py"
+CHAIN = """
+platform: "ensemble" max_batch_size: 4
+input { name: "x" data_type: TYPE_INT32 dims: 1 }
+output { name: "y" data_type: TYPE_INT32 dims: 1 }
+ensemble_scheduling {
+  step { model_name: "slow" model_version: -1
+    input_map { key: "x" value: "x" } output_map { key: "y" value: "between" } }
+  step { model_name: "fast" model_version: 1
+    input_map { key: "x" value: "between" } output_map { key: "y" value: "y" } }
+}
+"""
 SHORT = ["--duration", "500ms", "--warm-up", "0s"]
 
 
@@ -25,6 +36,18 @@ def server() -> Iterator[Served]:
     served = Served(EXAMPLES, grpc=True)
     yield served
     assert served.terminate() == 0
+
+
+@pytest.fixture(scope="module")
+def chained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`whole` runs `slow`, then version 1 of `fast`."""
+    root = tmp_path_factory.mktemp("chained")
+    null_model(root, "slow", a_ms=5)
+    null_model(root, "fast")
+    (root / "whole" / "1").mkdir(parents=True)
+    (root / "whole" / "config.pbtxt").write_text(CHAIN)
+    with Served(root, grpc=True) as served:
+        yield served
 
 
 def num_good(found: Benched) -> int:
@@ -68,6 +91,33 @@ def test_the_server_has_counted_what_we_have(server: Served, tmp_path: Path) -> 
     assert level.server.num_success == pytest.approx(num_good(found), abs=10)
     assert found.run.target.server.startswith("penstock")
     assert "queue" in found.out
+
+
+@pytest.mark.parametrize(
+    "address", ["http://{0.address}/v2/models/whole", "grpc://{0.grpc_address}/whole"]
+)
+def test_the_time_of_each_member_of_an_ensemble(
+    chained: Served, tmp_path: Path, address: str
+) -> None:
+    """Other clients of a member count too, which is why they are per request."""
+    folder = tmp_path / "page.html"
+    flags = ["--concurrency", "2", *SHORT, "--html", str(folder)]
+    found = bench(tmp_path, address.format(chained), *flags)
+    assert found.status == 0, found.errors
+    [level] = found.run.levels
+    assert level.server is not None
+    whole, members = level.server, level.server.members
+    assert list(members) == ["slow", "fast/1"]
+    for each in members.values():
+        assert each.num_success >= whole.num_success > 0
+    # Each of its executions takes 5 ms.
+    assert members["slow"].compute_infer_ns / members["slow"].num_executions > 5e6
+    rows = [line.split() for line in found.out.splitlines()]
+    assert [row[0] for row in rows if len(row) > 8 and row[0] in members] == list(members)
+    [summary] = json.loads((tmp_path / "run.json").read_text())["levels"]
+    shown = summary["summary"]["members"]
+    assert shown["slow"]["server_ms"] > 5 and shown["fast/1"]["phases_ms"]["compute infer"] >= 0
+    assert "Members" in folder.read_text()
 
 
 def test_where_the_time_of_single_requests_went(server: Served, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,23 @@ def body_of(value: int, name: str = "") -> bytes:
     return json.dumps({"id": name, "inputs": [tensor]}).encode()
 
 
+def ensemble_model(root: Path, name: str, **members: str) -> None:
+    """Add an ensemble of models INT32 [1] -> [1], one after the other."""
+    (root / name / "1").mkdir(parents=True)
+    tensors = ["x", *(f"after_{number}" for number in range(1, len(members))), "y"]
+    steps = [
+        f'step {{ model_name: "{member}" model_version: -1 '
+        f'input_map {{ key: "x" value: "{taken}" }} output_map {{ key: "y" value: "{made}" }} }}'
+        for member, (taken, made) in zip(members, pairwise(tensors), strict=True)
+    ]
+    (root / name / "config.pbtxt").write_text(
+        'platform: "ensemble" max_batch_size: 4 '
+        'input { name: "x" data_type: TYPE_INT32 dims: 1 } '
+        'output { name: "y" data_type: TYPE_INT32 dims: 1 } '
+        f"ensemble_scheduling {{ {' '.join(steps)} }}"
+    )
+
+
 def num_traces(server: Served, outcome: str) -> int:
     text = server.get("/metrics")[1].decode()
     start = f'penstock_traces_total{{outcome="{outcome}"}} '
@@ -89,6 +107,8 @@ def traced(
     root = tmp_path_factory.mktemp("traced")
     null_model(root / "models", "a")
     null_model(root / "models", "b")
+    ensemble_model(root / "models", "whole", a="", b="")
+    ensemble_model(root / "models", "outer", whole="", a="")
     path = root / "trace.json"
     with started(root / "models", request.param, "--trace-config", f"triton,file={path}") as server:
         http = httpclient.InferenceServerClient(server.address)
@@ -103,7 +123,7 @@ def cleared(request: pytest.FixtureRequest) -> None:
     """Each test begins with the settings of the start."""
     if "traced" in request.fixturenames:
         found: Traced = request.getfixturevalue("traced")
-        for model in ("a", "b", None):
+        for model in ("a", "b", "outer", None):
             found.http.update_trace_settings(model, CLEARED)
 
 
@@ -202,6 +222,45 @@ def test_every_moment_of_a_traced_request_is_in_the_file(traced: Traced) -> None
             assert moments[start] <= moments[end]
 
 
+def test_members_of_an_ensemble_are_children_in_the_file(traced: Traced) -> None:
+    before = len(traced.entries())
+    changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
+    traced.http.update_trace_settings("outer", changes)
+    traced.ask(2, "outer")
+    entries: list[dict[str, Any]] = []
+
+    def is_written() -> bool:
+        entries[:] = traced.entries()[before:]
+        return sum(each.get("model_name") == "outer" for each in entries) == 2
+
+    wait_until(is_written)
+    named = {each["id"]: each for each in entries if "model_name" in each}
+    paths = Counter(path_to(named, each) for each in named)
+    assert paths == {
+        "outer": 2,
+        "outer/whole": 2,
+        "outer/whole/a": 2,
+        "outer/whole/b": 2,
+        "outer/a": 2,
+    }
+    for number, each in named.items():
+        moments = {
+            moment["name"]: moment["ns"]
+            for entry in entries
+            if entry["id"] == number
+            for moment in entry.get("timestamps", ())
+        }
+        assert moments["REQUEST_START"] <= moments["REQUEST_END"]
+        assert ("COMPUTE_START" in moments) == (each["model_name"] in ("a", "b"))
+
+
+def path_to(named: dict[int, dict[str, Any]], number: int) -> str:
+    """The models of a trace and of those around it, the outermost first."""
+    each = named[number]
+    around = f"{path_to(named, each['parent_id'])}/" if "parent_id" in each else ""
+    return around + each["model_name"]
+
+
 def test_a_count_is_exact_and_a_frequency_makes_files(traced: Traced) -> None:
     before = traced.num_written()
     changes = {"trace_level": ["TENSORS"], "trace_rate": "1", "trace_count": "5"}
@@ -272,6 +331,8 @@ class Receiver:
 def test_spans_continue_the_traces_of_clients(tmp_path: Path) -> None:
     """With shards; a client that sends no context is not traced at rate 0."""
     null_model(tmp_path, "a")
+    null_model(tmp_path, "b")
+    ensemble_model(tmp_path, "whole", a="", b="")
     receiver = Receiver()
     flags = ["mode=opentelemetry", "level=TIMESTAMPS", "rate=0",
              f"opentelemetry,url=http://127.0.0.1:{receiver.server.server_port}/v1/traces",
@@ -292,16 +353,38 @@ def test_spans_continue_the_traces_of_clients(tmp_path: Path) -> None:
             urllib.request.urlopen(urllib.request.Request(url, b'{"inputs": []}', headers))
         wait_until(lambda: sum(s["name"] == "InferRequest" for s in receiver.spans) == 3)
         assert num_traces(server, "written") == 3
-    roots = [each for each in receiver.spans if each["name"] == "InferRequest"]
-    assert {each["traceId"] for each in receiver.spans} == {TRACE}
+        spans = list(receiver.spans)
+        receiver.spans.clear()
+        url = f"http://{server.address}/v2/models/whole/infer"
+        with urllib.request.urlopen(urllib.request.Request(url, body_of(2), headers)) as answer:
+            assert answer.status == 200
+        wait_until(lambda: any(s["name"] == "InferRequest" for s in receiver.spans))
+    roots = [each for each in spans if each["name"] == "InferRequest"]
+    assert {each["traceId"] for each in spans} == {TRACE}
     assert {each["parentSpanId"] for each in roots} == {SPAN}
-    by_id = {each["spanId"]: each for each in receiver.spans}
+    by_id = {each["spanId"]: each for each in spans}
     assert [each["status"]["message"] for each in roots if "status" in each] == ["InvalidRequest"]
     # A request that is refused has no other span.
-    assert len(by_id) == len(receiver.spans) == 2 * 7 + 1
-    for span in receiver.spans:
+    assert len(by_id) == len(spans) == 2 * 7 + 1
+    for span in spans:
         if span not in roots:
             around = by_id[span["parentSpanId"]]
             assert int(span["startTimeUnixNano"]) >= int(around["startTimeUnixNano"])
+    names = {each["spanId"]: each["name"] for each in receiver.spans}
+    around = Counter(
+        (each["name"], names.get(each["parentSpanId"]))
+        for each in receiver.spans
+        if not each["name"].startswith("compute")
+    )
+    assert around == Counter(
+        [
+            ("InferRequest", None),
+            ("whole", "InferRequest"),
+            ("a", "whole"),
+            ("b", "whole"),
+            ("queue", "a"),
+            ("queue", "b"),
+        ]
+    )
     receiver.server.shutdown()
     receiver.server.server_close()

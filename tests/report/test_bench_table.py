@@ -7,7 +7,7 @@ import pytest
 from benchmark import made_runs
 from rich.console import Console
 
-from penstock.benchmark.pacer import Replay
+from penstock.benchmark.pacer import Closed, Replay
 from penstock.benchmark.results import BenchRun, ColdStart, Knee
 from penstock.report import bench_table
 
@@ -55,6 +55,21 @@ def test_who_was_asked_for_what_with_what() -> None:
     inputs = "450 examples of digits.npz, shuffled anew each time round, 8 rows a request"
     assert f"inputs  {inputs}" in lines
     assert "run     2026-03-01T12:00:00Z, 10.0 s measured at 1 level" in lines
+
+
+def test_members_of_an_ensemble_have_a_row_for_each_level() -> None:
+    run = made_runs.run([made_runs.ensemble_level(Closed(n)) for n in (1, 16)])
+    text = shown(run)
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines()]
+    found = [row[:4] for row in rows if row and row[0] in ("tokenizer", "encoder/2")]
+    assert found == [
+        ["tokenizer", "1", "2.00", "4.00"],
+        ["encoder/2", "1", "1.00", "1.00"],
+        ["tokenizer", "16", "2.00", "4.00"],
+        ["encoder/2", "16", "1.00", "1.00"],
+    ]
+    assert "Members" not in shown(made_runs.open_loop())
 
 
 def test_levels_are_rows_in_the_order_of_their_load() -> None:

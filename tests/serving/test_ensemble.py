@@ -312,6 +312,47 @@ def test_an_optional_input_that_is_missing_stays_missing():
     run(scenario)
 
 
+def test_a_traced_request_notes_its_steps():
+    async def scenario(stage):
+        outer = ensemble(
+            step("whole", inputs={"IN": "A"}, outputs={"OUT": "B"}), name="outer",
+            inputs=("A",), outputs=("B",),
+        )  # fmt: skip
+        await stage.load(outer, CHAIN, *MEMBERS[:2])
+        request, other = ask(1, names=("A",)), ask(2, names=("A",))
+        request.steps = []
+        for each in (request, other):
+            stage.send(each, "outer")
+        await stage.puppets.step_all()
+        assert other.steps is None
+        [whole] = request.steps
+        assert (whole.name, whole.version) == ("whole", "1")
+        assert [(each.name, each.version) for each in whole.steps] == [
+            ("first", "1"),
+            ("second", "1"),
+        ]
+        first, second = whole.steps
+        moments = [whole.queued, first.queued, first.dispatched, first.ended, second.queued]
+        moments += [second.dispatched, second.ended, whole.ended]
+        assert moments == sorted(moments) and moments[0] > 0
+
+    run(scenario)
+
+
+def test_the_trace_of_a_failed_request_ends_with_the_step_that_failed():
+    async def scenario(stage):
+        await stage.load(CHAIN, MEMBERS[0], member("second", options={"null.fail_on": "13"}))
+        request = ask(13)
+        request.steps = []
+        stage.send(request)
+        await stage.puppets.step_all()
+        assert isinstance(error(request), BackendFailed)
+        assert [each.name for each in request.steps] == ["first", "second"]
+        assert 0 < request.steps[1].queued <= request.steps[1].ended
+
+    run(scenario)
+
+
 # Errors, cancels and limits.
 
 

@@ -86,7 +86,7 @@ def test_a_record_has_the_timings_and_the_answer_arrives() -> None:
     tracer.send = found.append
     request = ask(tracer)
     assert request.is_done and records == []
-    whole = TracedStep("m", 11.0, 12.0, (0.1, 0.2, 0.3), 13.0)
+    whole = TracedStep("m", 11.0, 12.0, (0.1, 0.2, 0.3), 13.0, "3")
     assert found == [TraceRecord("", "http", "m", "3", "seven", 10.0, whole, 20.0, 20.0)]
 
 

@@ -56,7 +56,7 @@ def test_tracing_is_on_if_any_request_may_be_traced() -> None:
 
 def test_a_record_and_a_table_travel_in_frames() -> None:
     step = TracedStep("m", 1.0, 2.0, (0.1, 0.2, 0.3), 3.0)
-    record = TraceRecord("", "http", "m", "1", "id", 0.5, step, 3.0, 3.5, steps=(step,))
+    record = TraceRecord("", "http", "m", "1", "id", 0.5, step, 3.0, 3.5)
     data = frames.join([frames.encode(frames.Traced(record))])
     [found] = frames.decode_all_from_shard(data)
     assert found == frames.Traced(record)

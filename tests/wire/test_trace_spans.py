@@ -17,7 +17,16 @@ WHOLE = TracedStep("m", 1.0, 2.0, (0.25, 0.5, 0.125), 3.0)
 RECORD = TraceRecord("", "http", "m", "3", "seven", 0.5, WHOLE, 3.25, 3.5)
 BEFORE = TracedStep("m:tokenize", 1.0, 1.5, (0.0, 0.25, 0.0), 1.75)
 AFTER = TracedStep("m:model", 1.75, 2.0, (0.25, 0.5, 0.125), 3.0)
-STAGED = TraceRecord("", "grpc", "m", "1", "", 0.5, WHOLE, 3.0, 3.5, steps=(BEFORE, AFTER))
+BOTH = TracedStep("m", 1.0, 2.0, (0.25, 0.5, 0.125), 3.0, steps=(BEFORE, AFTER))
+STAGED = TraceRecord("", "grpc", "m", "1", "", 0.5, BOTH, 3.0, 3.5)
+# An ensemble in an ensemble.
+INNER = TracedStep("inner", 1.0, 1.0, (0.0, 0.0, 0.0), 2.0, "4", (
+    TracedStep("first", 1.0, 1.25, (0.125, 0.25, 0.125), 2.0, "5"),
+))  # fmt: skip
+NESTED = TraceRecord("", "http", "outer", "2", "id", 0.5, TracedStep(
+    "outer", 1.0, 1.0, (0.0, 0.0, 0.0), 3.0, "2",
+    (INNER, TracedStep("last", 2.0, 2.5, (0.0, 0.5, 0.0), 3.0, "6")),
+), 3.0, 3.5)  # fmt: skip
 REFUSED = TraceRecord(
     "",
     "http",
@@ -77,6 +86,28 @@ def test_stages_are_children_as_those_of_ensembles() -> None:
     assert moments(found, 3)[-1] == ("REQUEST_END", 3000)
 
 
+def test_members_of_ensembles_are_children_with_their_parents_identifier() -> None:
+    found = entries(NESTED)
+    named = [each for each in found if "model_name" in each]
+    keys = ("id", "parent_id", "model_name", "model_version", "request_id")
+    assert [tuple(each.get(key) for key in keys) for each in named] == [
+        (1, None, "outer", 2, "id"),
+        (2, 1, "inner", 4, "id"),
+        (3, 2, "first", 5, "id"),
+        (4, 1, "last", 6, "id"),
+    ]
+    assert [name for name, _ in moments(found, 2)] == ["REQUEST_START", "REQUEST_END"]
+    assert dict(moments(found, 3)) == {
+        "REQUEST_START": 1000,
+        "QUEUE_START": 1000,
+        "COMPUTE_START": 1250,
+        "COMPUTE_INPUT_END": 1375,
+        "COMPUTE_OUTPUT_START": 1625,
+        "COMPUTE_END": 1750,
+        "REQUEST_END": 2000,
+    }
+
+
 def test_tensors_are_activities() -> None:
     tensor = TracedTensor("TENSOR_QUEUE_INPUT", "x", "FP32", (1, 2), "1.0,2.0")
     record = TraceRecord(
@@ -88,7 +119,7 @@ def test_tensors_are_activities() -> None:
 
 
 def test_spans_lie_within_their_parents() -> None:
-    for record in (RECORD, STAGED, REFUSED):
+    for record in (RECORD, STAGED, NESTED, REFUSED):
         spans = spans_of(record)
         for span in spans:
             assert span.started <= span.ended
@@ -99,6 +130,16 @@ def test_spans_lie_within_their_parents() -> None:
     names = [span.name for span in spans_of(STAGED)]
     assert names[:4] == ["InferRequest", "m", "m:tokenize", "queue"]
     assert names.count("compute") == 2
+    found = spans_of(NESTED)
+    models = [(s.name, found[s.parent].name) for s in found[1:] if "compute" not in s.name]
+    assert models == [
+        ("outer", "InferRequest"),
+        ("inner", "outer"),
+        ("first", "inner"),
+        ("queue", "first"),
+        ("last", "outer"),
+        ("queue", "last"),
+    ]
 
 
 def test_chrome_shows_each_request_in_a_row() -> None:

@@ -83,13 +83,24 @@ class Counters(msgspec.Struct, frozen=True):
     instance_wait_ns: int | None = None
     # Execution time summed over executions: how busy the instances were. None: unknown.
     busy_ns: int | None = None
+    # Of the models that an ensemble runs, by name, in the order of its steps. They count all their
+    # requests, also those of other clients.
+    members: dict[str, Counters] = {}
+
+    @property
+    def numbers(self) -> tuple[int | None, ...]:
+        """All fields but the members."""
+        values: tuple[int | None, ...] = msgspec.structs.astuple(self)[:-1]
+        return values
 
 
 def combine(counts: Sequence[Counters], fold: Callable[[Sequence[int]], int]) -> Counters:
-    """Fold counters field by field; a field that one of them lacks is unknown."""
-    columns = zip(*map(msgspec.structs.astuple, counts), strict=True)
+    """Fold counters field by field; a field, or a member, that one of them lacks is unknown."""
+    columns = zip(*(each.numbers for each in counts), strict=True)
     folded: list[Any] = [None if None in column else fold(column) for column in columns]
-    return Counters(*folded)
+    names = [name for name in counts[0].members if all(name in each.members for each in counts)]
+    members = {name: combine([each.members[name] for each in counts], fold) for name in names}
+    return msgspec.structs.replace(Counters(*folded), members=members)
 
 
 class Target(Protocol):

@@ -23,7 +23,7 @@ import msgspec
 from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec, shared
 from penstock.benchmark.targets.http_messages import hide_password, split_url
-from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
+from penstock.benchmark.targets.shared import Json, Member, V2Config, V2Metadata
 from penstock.data import RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.repository import pbtxt
@@ -97,6 +97,8 @@ class GrpcTarget:
         self._channels: list[Channel] = []
         self._places: deque[UnaryUnaryMultiCallable] = deque()
         self._waiting: deque[TimedExchange] = deque()
+        # Of an ensemble.
+        self._members: list[Member] = []
         # An unreferenced call cancels itself.
         self._calls: set[UnaryUnaryCall] = set()
         self._reading: set[asyncio.Future[None]] = set()
@@ -117,6 +119,7 @@ class GrpcTarget:
             raise self._problem(f"model '{self._address.model}' is not ready")
         fields = (await self._ask_model("ModelConfig", {})).get("config", {})
         config = msgspec.convert(fields, V2Config) if fields else None
+        self._members = await shared.find_members(config, self._ask_member)
         self._form = shared.form_of(metadata, config)
         description = Description(
             protocol="v2 gRPC",
@@ -134,14 +137,25 @@ class GrpcTarget:
         return description, self._form
 
     async def counters(self) -> Counters | None:
+        found = await self._count(Member(self._address.model, self._address.version))
+        return await shared.add_members(found, self._members, self._count)
+
+    async def _count(self, model: Member) -> Counters | None:
         try:
-            answer = await self._ask("ModelStatistics", **self._model())
+            answer = await self._ask("ModelStatistics", name=model.name, version=model.version)
         except GrpcRefused:
             return None
-        asked = self._address.version
+        asked = model.version
         entries = {each["version"]: each for each in answer["model_stats"]}
         entries = {name: each for name, each in entries.items() if asked in ("", name)}
         return shared.counters_of(entries[_newest(list(entries))]) if entries else None
+
+    async def _ask_member(self, member: Member) -> V2Config | None:
+        try:
+            answer = await self._ask("ModelConfig", name=member.name, version=member.version)
+        except GrpcRefused:
+            return None
+        return msgspec.convert(answer["config"], V2Config)
 
     async def _ask_model(self, method: str, otherwise: Json | None = None) -> Json:
         """Ask about the model; `otherwise` where the server has no such call, such as MLServer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -104,6 +104,27 @@ class _InputConfig(msgspec.Struct):
     optional: bool = False
 
 
+class _Step(msgspec.Struct):
+    model_name: str
+    # Protobuf's JSON writes 64-bit numbers as text.
+    model_version: int | str = -1
+
+
+class _Scheduling(msgspec.Struct):
+    step: list[_Step] = []
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A model that a step of an ensemble runs; no version: the one that clients get."""
+
+    name: str
+    version: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}/{self.version}" if self.version else self.name
+
+
 class V2Config(msgspec.Struct):
     """The fields of a model's configuration that matter here."""
 
@@ -112,6 +133,17 @@ class V2Config(msgspec.Struct):
     platform: str = ""
     instance_group: list[_Group] = []
     input: list[_InputConfig] = []
+    ensemble_scheduling: _Scheduling | None = None
+
+    @property
+    def members(self) -> list[Member]:
+        """Return the models of an ensemble's steps, each once; none of other models."""
+        steps = [] if self.ensemble_scheduling is None else self.ensemble_scheduling.step
+        versions = [
+            "" if int(each.model_version) < 0 else str(each.model_version) for each in steps
+        ]
+        found = map(Member, (each.model_name for each in steps), versions)
+        return list(dict.fromkeys(found))
 
     @property
     def num_instances(self) -> int | None:
@@ -137,6 +169,40 @@ def form_of(metadata: V2Metadata, config: V2Config | None) -> RequestForm:
     return RequestForm("tensors", tuple(specs), has_batch)
 
 
+async def find_members(
+    config: V2Config | None, ask: Callable[[Member], Awaitable[V2Config | None]]
+) -> list[Member]:
+    """Return the models that do an ensemble's work: those of its steps, and of steps that are
+    ensembles themselves their members. `ask` returns a model's configuration."""
+    found: dict[Member, None] = {}
+    seen: set[Member] = set()
+    waiting = [] if config is None else config.members[::-1]
+    while waiting:
+        member = waiting.pop()
+        if member in seen:
+            continue
+        seen.add(member)
+        config = await ask(member)
+        inner = [] if config is None else config.members
+        if not inner:
+            found[member] = None
+        waiting += inner[::-1]
+    return list(found)
+
+
+async def add_members(
+    found: Counters | None,
+    members: Sequence[Member],
+    count: Callable[[Member], Awaitable[Counters | None]],
+) -> Counters | None:
+    """Return an ensemble's counters with those of its members, where the server has them."""
+    if found is None or not members:
+        return found
+    counters = {each.label: await count(each) for each in members}
+    known = {name: each for name, each in counters.items() if each is not None}
+    return msgspec.structs.replace(found, members=known)
+
+
 def config_digest(config: Mapping[str, object]) -> str:
     """Return SHA-256 of a served configuration, whatever the order of its fields."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
@@ -158,7 +224,11 @@ def counters_of(statistics: Json) -> Counters:
         num_fail=number("fail", "count"),
         num_inferences=int(statistics.get("inference_count", 0)),
         num_executions=int(statistics.get("execution_count", 0)),
-        **{f"{phase}_ns": number(phase) for phase in ("success", "queue", *COMPUTE)},
+        success_ns=number("success"),
+        queue_ns=number("queue"),
+        compute_input_ns=number("compute_input"),
+        compute_infer_ns=number("compute_infer"),
+        compute_output_ns=number("compute_output"),
         batch_wait_ns=own("queue_batch"),
         instance_wait_ns=own("queue_instance"),
         busy_ns=_busy_ns(statistics),

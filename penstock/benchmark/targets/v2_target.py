@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.benchmark.exchange import TimedExchange
 from penstock.benchmark.targets import Counters, Description, TargetSpec, combine, shared
 from penstock.benchmark.targets.http_client import HttpTarget, NoAnswer, ask, list_models
 from penstock.benchmark.targets.http_connection import StatusReader
 from penstock.benchmark.targets.http_messages import Causes, request_bytes
-from penstock.benchmark.targets.shared import Json, V2Config, V2Metadata
+from penstock.benchmark.targets.shared import Json, Member, V2Config, V2Metadata
 from penstock.benchmark.targets.shared_inputs import SharedInputs, support_problem
-from penstock.benchmark.targets.v2_requests import RequestTemplate, find_place
+from penstock.benchmark.targets.v2_requests import RequestTemplate, V2Address, find_place
 from penstock.data import RequestForm, Sample
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, TensorSpec
@@ -79,6 +80,8 @@ class V2HttpTarget(HttpTarget):
         self._request_form: RequestForm | None = None
         self._is_binary = spec.is_binary
         self._shared = SharedInputs() if spec.shared_memory else None
+        # Of an ensemble.
+        self._members: list[Member] = []
         self._forms: dict[object, RequestTemplate] = {}
         # Requests until the next one that asks for timings; negative: never.
         self._until_timing = -1
@@ -88,7 +91,8 @@ class V2HttpTarget(HttpTarget):
         if self._shared is not None and (problem := support_problem(self._url, server.extensions)):
             raise ConfigError([problem])
         metadata = await self._ask_model()
-        config, digest = await self._ask_config()
+        config, digest = await self._ask_config(self._place)
+        self._members = await shared.find_members(config, self._ask_member)
         self._is_binary = self._spec.is_binary and "binary_tensor_data" in server.extensions
         has_timing = server.name == "penstock" or "penstock_timing" in server.extensions
         if has_timing and self._spec.timing_every > 0:
@@ -116,8 +120,12 @@ class V2HttpTarget(HttpTarget):
         return description, form
 
     async def counters(self) -> Counters | None:
+        found = await self._count(Member(self._place.model, self._place.version))
+        return await shared.add_members(found, self._members, self._count)
+
+    async def _count(self, model: Member) -> Counters | None:
         try:
-            answer = await self._ask(self._place.path + "/stats")
+            answer = await self._ask(self._at(model).path + "/stats")
             counts = [shared.counters_of(entry) for entry in answer.decode(_Statistics).model_stats]
         except (ConfigError, TypeError, ValueError, AttributeError):
             return None
@@ -217,9 +225,15 @@ class V2HttpTarget(HttpTarget):
             return f"{where}{name} cannot be used{note}: {text}"
         return f"{where}no {name}; there is {list_models(states, 'no model at all')}"
 
-    async def _ask_config(self) -> tuple[V2Config | None, str]:
+    def _at(self, member: Member) -> V2Address:
+        return replace(self._place, model=member.name, version=member.version)
+
+    async def _ask_member(self, member: Member) -> V2Config | None:
+        return (await self._ask_config(self._at(member)))[0]
+
+    async def _ask_config(self, place: V2Address) -> tuple[V2Config | None, str]:
         """Return the configuration and its digest; None where the server has none."""
-        answer = await self._ask(self._place.path + "/config")
+        answer = await self._ask(place.path + "/config")
         try:
             return answer.decode(V2Config), shared.config_digest(answer.decode(dict[str, object]))
         except ValueError:

@@ -1,15 +1,22 @@
 """What targets share: samples to tensors, statistics to counters, texts to causes."""
 
+import asyncio
+
+import msgspec
 import numpy as np
 import pytest
 
+from penstock.benchmark.targets import Counters, combine
 from penstock.benchmark.targets.shared import (
     MAX_TEXT,
+    Member,
     V2Config,
     V2Metadata,
     V2Tensor,
+    add_members,
     config_digest,
     counters_of,
+    find_members,
     form_of,
     in_short,
     tensors_of,
@@ -30,6 +37,53 @@ def problems(form: RequestForm, **tensors: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         tensors_of(form, Sample({name: np.asarray(array) for name, array in tensors.items()}))
     return list(caught.value.problems)
+
+
+# Members of ensembles
+
+
+def ensemble_of(*steps: tuple[str, int | str]) -> V2Config:
+    scheduling = {"step": [{"model_name": name, "model_version": n} for name, n in steps]}
+    return msgspec.convert({"ensemble_scheduling": scheduling}, V2Config)
+
+
+def test_members_are_the_models_that_compute() -> None:
+    """Each once, in the order of the steps; members of nested ensembles instead of these. A server
+    that has no configuration of one, or a cycle, ends the search."""
+    configs = {
+        "outer": ensemble_of(("first", -1), ("inner", -1), ("last", "2")),
+        "inner": ensemble_of(("first", "-1"), ("deep", 1), ("outer", -1)),
+        "last": V2Config(),
+    }
+    asked: list[Member] = []
+
+    async def ask(member: Member) -> V2Config | None:
+        asked.append(member)
+        return configs.get(member.name)
+
+    found = asyncio.run(find_members(configs["outer"], ask))
+    assert [each.label for each in found] == ["first", "deep/1", "last/2"]
+    assert len(asked) == len(set(asked))
+    assert asyncio.run(find_members(V2Config(), ask)) == []
+    assert asyncio.run(find_members(None, ask)) == []
+
+
+def test_counters_of_members_are_added_and_subtracted_by_name() -> None:
+    whole, none = counters_of({"execution_count": 5}), counters_of({})
+    counted = {"a": counters_of({"execution_count": 3}), "b": none}
+
+    async def count(member: Member) -> Counters | None:
+        return counted.get(member.name)
+
+    members = [Member("a"), Member("b"), Member("gone")]
+    found = asyncio.run(add_members(whole, members, count))
+    assert found is not None and found.num_executions == 5
+    assert {name: each.num_executions for name, each in found.members.items()} == {"a": 3, "b": 0}
+    before = Counters(*none.numbers, members={"a": none})
+    left = combine((before, found), lambda pair: pair[1] - pair[0])
+    assert left.num_executions == 5
+    assert {name: each.num_executions for name, each in left.members.items()} == {"a": 3}
+    assert asyncio.run(add_members(None, members, count)) is None
 
 
 # Samples
