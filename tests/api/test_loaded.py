@@ -129,5 +129,5 @@ def test_an_ensemble_runs_in_a_server_only(tmp_path: Path) -> None:
         input { name: "x" data_type: TYPE_FP32 dims: 1 }
         output { name: "y" data_type: TYPE_FP32 dims: 1 }"""
     )
-    with pytest.raises(ConfigError, match="its steps are other models of the repository; give one"):
+    with pytest.raises(Unsupported, match="'whole'.*its steps are other models"):
         penstock.load(folder)

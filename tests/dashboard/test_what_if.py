@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
@@ -97,8 +98,8 @@ def test_it_needs_the_scope_of_metrics() -> None:
 def test_models_of_other_kinds_are_not_simulated(
     server: PageServer, monkeypatch: pytest.MonkeyPatch, changes: dict, text: str
 ) -> None:
-    model = server.catalog.find("plain")
-    monkeypatch.setattr(model, "config", replace(model.config, **changes))
+    other = SimpleNamespace(config=replace(PLAIN, **changes))
+    monkeypatch.setattr(server.catalog, "find", lambda name, version: other)
     with pytest.raises(Unsupported, match=text):
         asyncio.run(WhatIf(server.catalog).predict(WhatIfBody("plain", 1.0)))
 

@@ -273,6 +273,7 @@ def test_a_promotion_that_would_break_an_ensemble_is_refused(server) -> None:
     served, _ = server
     path = "/v2/repository/models/minus/promote"
     with httpclient.InferenceServerClient(served.address) as client:
+        client.load_model("less")
         client.load_model("named")
         for how in ({}, {"canary": "5%"}):
             body = json.dumps({"version": "2", "force": "a test", **how}).encode()
@@ -282,4 +283,4 @@ def test_a_promotion_that_would_break_an_ensemble_is_refused(server) -> None:
         client.unload_model("named")
         body = json.dumps({"version": "2", "force": "a test"}).encode()
         assert served.post(path, body)[0] == 200
-        assert client.is_model_ready("less") == client.is_model_ready("minus")
+        assert infer(httpclient, client, "less", 7, "OUT") == [6]
