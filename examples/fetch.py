@@ -62,6 +62,13 @@ FOOLBOX = Package(
     "foolbox-3.3.4-py3-none-any.whl",
     "11049d515d38e765e206a73ace9cc648b81a0d6d1da9ad9057e149ee117989cb",
 )
+# Names of the ImageNet classes.
+TIMM = Package(
+    "timm",
+    "1.0.19",
+    "timm-1.0.19-py3-none-any.whl",
+    "c07b56c32f3d3226c656f75c1b5479c08eb34eefed927c82fd8751a852f47931",
+)
 QONNX = Package(
     "qonnx",
     "1.0.0",

@@ -14,9 +14,10 @@ from typing import Any
 
 import fetch
 import numpy as np
+from ensembles import mobilenet
 from sentiment import prepare
 
-from optimizing import FOLDER, ROOT, mobilenet, residual
+from optimizing import FOLDER, ROOT, residual
 
 MEAN, DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 SIDE = 224

@@ -1,0 +1,1 @@
+"""Ensembles with published weights. `prepare.py` writes them, `ask.py` asks them."""
