@@ -62,6 +62,7 @@ def add_labels(root: Path) -> None:
 
 def add_mobilenet(path: Path) -> None:
     import torch
+
     from ensembles import mobilenet
 
     weights = path.with_suffix(".pth")
