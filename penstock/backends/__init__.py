@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from penstock.config import ModelConfig
+from penstock.config import ENSEMBLE, ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import Array, Parameter, TensorSpec
 
@@ -34,6 +34,10 @@ GPU_MEMORY = "gpu_memory_bytes"
 # Key of the reason why a model that may use a GPU runs on the CPU.
 GPU_FALLBACK = "gpu_fallback"
 
+NO_ENSEMBLE = (
+    "an ensemble runs nothing itself: its steps are other models of the repository; give one of "
+    "them, or serve the repository and give the server's URL"
+)
 Outputs = Mapping[str, Array]
 T = TypeVar("T")
 
@@ -256,6 +260,8 @@ LoadRunner = Callable[[ModelConfig], Runner]
 def backend(name: str) -> LoadRunner:
     """Return the function that loads models of a backend, with their pre- and postprocessing. Raise
     ConfigError naming what is missing."""
+    if name == ENSEMBLE:
+        raise ConfigError(NO_ENSEMBLE)
     if name not in NAMES:
         expected = f"expected one of {', '.join(NAMES)}"
         raise ConfigError(f"backend: '{name}' is not known; {expected}")

@@ -31,6 +31,7 @@ LEARNT = "T(b) of the SLO's batcher"
 EXTRAPOLATED = "Only batches of {} rows have run; larger ones are taken to cost as much per row."
 SATURATED = "The instances can do at most {:.0f}/s; above, the queue grows or requests are refused."
 NOT_RISING = "Not known well, and taken to be that of the next smaller batch: {}."
+CACHED = "All requests are simulated as computed; the response cache answers some at once."
 SHAPES = "Requests of several shapes are simulated as one shape."
 
 
@@ -74,6 +75,8 @@ class WhatIf:
                 simulation.add_done_callback(self._end)
         if body.rate > result.capacity:
             notes.append(SATURATED.format(result.capacity))
+        if model.metrics.num_caches:
+            notes.append(CACHED)
         asked, *others = result.predictions
         return WhatIfAnswer(
             config.name,
@@ -96,6 +99,11 @@ class WhatIf:
 def _check(model: Served) -> None:
     if model.config.backend == LLM:
         raise Unsupported("language models are not simulated: their batches change at each step")
+    if model.config.is_ensemble:
+        raise Unsupported("ensembles are not simulated; ask for their members")
+    if model.config.has_one_owner:
+        what = "of sequences, decoupled models and those with a limited rate of executions"
+        raise Unsupported(f"models {what} are not simulated")
     if model.config.is_staged:
         raise Unsupported("models of several stages are not simulated")
     if model.config.batching.max_tokens is not None:

@@ -105,6 +105,8 @@ def _gpus(config: ModelConfig) -> list[str]:
 
 def _replicas(config: ModelConfig, max_replicas: int) -> tuple[int, int, str]:
     """Return the fewest and most replicas; each has the instances of the configuration."""
+    if config.sequences is not None:
+        return 1, 1, "one: replicas do not share sequences"
     scaling, number = config.scaling, config.num_instances
     low = 1 if scaling.min_instances is None else math.ceil(scaling.min_instances / number)
     high = max(1, low, math.ceil((scaling.max_instances or 0) / number))

@@ -45,7 +45,7 @@ class ModelNeeds:
     num_workers: int
     # Threads of all workers; None if instances share all cores and none were measured.
     num_cores: int | None
-    # Most rows that all instances together compute at a time.
+    # Most rows that all instances together compute at a time; 0 for a language model.
     num_rows: int
     load_timeout_s: float
     file_bytes: int
@@ -104,7 +104,8 @@ class Sizing:
 
 
 def size(models: Sequence[ModelNeeds], given: SizeOverrides) -> Sizing:
-    """Work out what a pod with these models needs; ConfigError if a GPU slice is too small."""
+    """Work out what a pod with these models needs; ConfigError if a GPU slice is too small.
+    Ensembles are not among them: their members do all the work."""
     notes: list[str] = []
     gpus = _gpus(models, given, notes)
     cpu = _cpu(models, given, notes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from penstock.export.sizing import ModelNeeds
 from penstock.llm.settings import DEFAULT_CACHE_BYTES, PREFIX
 from penstock.repository import layout
 from penstock.repository import manifest as manifests
+from penstock.repository.ensemble_files import needed_models, take_out_cycles
 from penstock.repository.layout import ModelKind
 from penstock.repository.model_source import ModelSource
 from penstock.serving.shard_count import THREADS, cores_of
@@ -46,11 +47,36 @@ def read(source: ModelSource) -> Workload:
     if scan.problems:
         raise ConfigError([f"{folder}: {problem}" for problem in layout.flat(scan.problems)])
     name = source.name or folder.name
-    models = tuple(map(read_needs, scan.configs))
+    if problems := [*_ensemble_problems(source, scan.configs), *_record_problems(scan.configs)]:
+        raise ConfigError([f"{folder}: {problem}" for problem in problems])
+    models = tuple(read_needs(config) for config in scan.configs if not config.is_ensemble)
     extras = {extra for config in scan.configs if (extra := _extra(config))}
     # It includes torch.
     extras -= {"torch"} if extras & {"hf", "llm"} else set()
     return Workload(dns_name(name), _path_of(source), models, tuple(sorted(extras)))
+
+
+def _ensemble_problems(source: ModelSource, configs: Sequence[ModelConfig]) -> Iterator[str]:
+    """Yield what the pod would lack for its ensembles."""
+    there = {config.name for config in configs}
+    beside = source.path.parent
+    if source.kind is ModelKind.VERSION_FOLDER:
+        beside = beside.parent
+    advice = "" if source.kind is ModelKind.REPOSITORY else f"; export the repository, {beside}"
+    for config in configs:
+        members = dict.fromkeys(step.model for step in config.steps)
+        if missing := ", ".join(name for name in members if name not in there):
+            yield f"ensemble '{config.name}' runs {missing}, not exported with it{advice}"
+    for problems in take_out_cycles(needed_models(configs)).values():
+        yield from problems
+
+
+def _record_problems(configs: Sequence[ModelConfig]) -> Iterator[str]:
+    """Yield the models that a server refuses without a folder for recordings."""
+    for config in configs:
+        if config.record is not None and config.record.max_bytes:
+            where = "pods have no folder for recordings"
+            yield f"{config.name}: parameters.penstock.record: {where}; set it to off"
 
 
 def _path_of(source: ModelSource) -> str:

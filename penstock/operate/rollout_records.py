@@ -36,6 +36,8 @@ def check_alike(stable: ModelConfig, candidate: ModelConfig) -> None:
         problems.append("only one of them is a language model")
     if stable.sequences is not None or candidate.sequences is not None:
         problems.append("the requests of a sequence would go to both")
+    if stable.is_decoupled or candidate.is_decoupled:
+        problems.append("a decoupled model has any number of responses, which are not compared")
     if problems:
         raise InvalidRequest(
             f"{name}: versions {stable.version} and {candidate.version} cannot share requests: "

@@ -21,6 +21,7 @@ from penstock.config import LLM
 from penstock.errors import ConfigError, InvalidRequest, NotFound, PenstockError
 from penstock.llm import text_split
 from penstock.operate import model_folders, promotion
+from penstock.operate.ensemble_checks import check_ensembles
 from penstock.operate.off_loop import off_loop
 from penstock.operate.promotion import Change, Grounds
 from penstock.operate.rollout_judge import RolloutJudge, RolloutVerdict
@@ -140,6 +141,7 @@ class Rollouts:
         change = await off_loop(partial(promotion.prepare, root, name, version, grounds))
         stable, config = self._catalog.find(name), await self._control.read(name, version)
         check_alike(stable.config, config)
+        check_ensembles(self._catalog, config)
         folders = root / name / stable.config.version, root / name / version
         evidences = await off_loop(lambda: (_evidence(folders[0]), _evidence(folders[1])))
         promise = find_promise(stable.config, config, evidences, plan.agreement)
@@ -345,6 +347,8 @@ class Rollouts:
             self._end(rollout, "promoted", verdict.reason)
 
         try:
+            # An ensemble may have been loaded since the rollout began.
+            check_ensembles(self._catalog, rollout.candidate.config)
             await self._control.promote_candidate(state.model, commit)
         except PenstockError as error:
             why = f"version {state.candidate} could not be promoted: {error}"

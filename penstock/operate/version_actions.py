@@ -35,6 +35,7 @@ from penstock.operate import (
     version_diff,
     version_list,
 )
+from penstock.operate.ensemble_checks import check_ensembles, find_users
 from penstock.operate.off_loop import off_loop
 from penstock.operate.promotion import Change, Grounds
 from penstock.operate.rollouts import Rollouts
@@ -99,7 +100,10 @@ class VersionActions:
             model_folders.find_version(root, name, version)
             return promotion.prepare(root, name, version, grounds)
 
-        return _json(await self.serve(await off_loop(prepare)))
+        change = await off_loop(prepare)
+        if find_users(self._catalog, name):
+            check_ensembles(self._catalog, await self._control.read(name, version))
+        return _json(await self.serve(change))
 
     async def _start_rollout(self, call: ManagementCall, version: str, force: str) -> HistoryEvent:
         given = {field: call.parameters.get(field) for field in ROLLOUT_FIELDS}

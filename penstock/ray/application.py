@@ -82,6 +82,8 @@ class Design:
     def read(repository: str, options: RayOptions, versions: Mapping[str, Sequence[str]]) -> Design:
         check_options(options, versions)
         models = read_models(repository, versions)
+        if options.ingress != BY_PENSTOCK:
+            refuse_ensembles(models)
         return Design(repository, options, models, plan_models(models, options))
 
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -147,6 +149,21 @@ def read_models(
     return {name: read_versions(repository, name, versions.get(name, ())).configs for name in names}
 
 
+def refuse_ensembles(found: Mapping[str, Sequence[ModelConfig]]) -> None:
+    """Raise ConfigError for ensembles: the models that they run would be other deployments."""
+    if names := [
+        name for name, configs in found.items() if any(each.is_ensemble for each in configs)
+    ]:
+        advice = (
+            "give --ingress penstock (ingress='penstock'), whose servers have all models, or serve "
+            "the others from a repository of their own"
+        )
+        raise ConfigError(
+            f"{', '.join(names)}: an ensemble cannot be a deployment, as its steps run models that "
+            f"are other deployments; {advice}"
+        )
+
+
 def plan_models(
     found: Mapping[str, Sequence[ModelConfig]], options: RayOptions
 ) -> dict[str, ReplicaPlan]:
@@ -155,6 +172,8 @@ def plan_models(
             configs, read_needs(configs[-1]), read_evidence(configs[-1]), options.max_replicas or 0
         )
         for name, configs in found.items()
+        # It needs nothing beside its members.
+        if not configs[-1].is_ensemble
     }
 
 

@@ -33,6 +33,7 @@ from penstock.ray.evidence_check import check_evidence
 from penstock.repository import layout
 from penstock.repository.layout import RepositoryScan
 from penstock.repository.model_source import resolve
+from penstock.serving.local import check_answers_once
 from penstock.serving.management import ManagementCall
 from penstock.serving.served import Served
 from penstock.types import Array, Buffer, CallbackSink, Request, Response, to_array
@@ -179,6 +180,7 @@ class ModelReplica:
     async def infer(self, inputs: Given, version: str = "") -> dict[str, Array]:
         """Return outputs by name, as `penstock.load(...).infer` does, for other deployments."""
         model = self._core.catalog.find(self._spec.model, version)
+        check_answers_once(model.config)
         reader = self._readers.get(model.config.version)
         if reader is None:
             has_batch = model.config.max_batch_size > 0

@@ -12,6 +12,7 @@ from penstock.repository.ensemble_cases import STEP
 from penstock.repository.ensemble_rules import find_cycle, member_problems
 from penstock.serving.model_table import ModelTable
 from penstock.serving.served import Served
+from penstock.serving.traffic_split import TrafficSplit
 
 
 class EnsembleMembers:
@@ -33,6 +34,14 @@ class EnsembleMembers:
         if self._problems:
             raise NotReady("; ".join(self._problems))
         return model
+
+    def choose(self, index: int) -> tuple[Served, TrafficSplit | None]:
+        """Return the version that runs a step, and the split that counts it, if its model has a
+        rollout: steps that name a version are not split."""
+        model, step = self.find(index), self._config.steps[index]
+        if not self._table.splits:
+            return model, None
+        return self._table.choose(step.model, step.version, {})
 
     def check(self) -> None:
         """Raise ConfigError, with all problems, unless every member is loaded and fits."""

@@ -26,6 +26,7 @@ from penstock.serving.model import Model
 from penstock.serving.pipeline import PASSED_S
 from penstock.serving.served import Served
 from penstock.serving.tracer import member_step
+from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import OutputKeeper, Request, Response, Tensor, TensorSpec
 
 if TYPE_CHECKING:
@@ -40,10 +41,12 @@ End = Callable[[Request, Response | PenstockError], None]
 
 @dataclass(frozen=True, slots=True)
 class OpenStep:
-    """A step that runs, and the model that has its request; `row` of a step that fans out."""
+    """A step that runs, and the model that has its request; `row` of a step that fans out. `split`
+    counts it, if the model has a rollout."""
 
     index: int
     member: Served
+    split: TrafficSplit | None
     began: float
     row: int | None = None
 
@@ -174,20 +177,29 @@ class EnsembleRun:
             step = self._plan.steps[index]
             assert step is not None
             try:
-                member = self._owner.members.find(index)
+                opened = self._choose(index, now)
+                config = opened.member.config
                 if step.fan_out:
-                    fan = self._fans[index] = self._split(step, member.config)
+                    fan = self._fans[index] = self._split(step, config)
                 else:
-                    inputs = [self._use(member.config, *names) for names in step.inputs]
+                    inputs = [self._use(config, *names) for names in step.inputs]
             except PenstockError as error:
                 self._fail(index, error)
                 return
             if not step.fan_out:
-                self._submit(OpenStep(index, member, now), inputs, is_borrowed=is_borrowed)
+                self._submit(opened, inputs, is_borrowed=is_borrowed)
                 continue
             self._send_rows(index, fan, now, is_borrowed=is_borrowed)
             if is_borrowed:
                 fan.keep()
+
+    def _choose(self, index: int, now: float, row: int | None = None) -> OpenStep:
+        """Choose the model of a step. Steps of mirrors are not split: a rollout counts what clients
+        get."""
+        members = self._owner.members
+        if self._request.is_mirror:
+            return OpenStep(index, members.find(index), None, now, row)
+        return OpenStep(index, *members.choose(index), now, row)
 
     def _send_rows(self, index: int, fan: FanOut, now: float, *, is_borrowed: bool) -> None:
         """Send the rows that may be in flight; go on if all are answered."""
@@ -196,12 +208,12 @@ class EnsembleRun:
         fan.is_sending = True
         while not self._request.is_done and (row := fan.next_row()) is not None:
             try:
-                member = self._owner.members.find(index)
+                step = self._choose(index, now, row)
             except NotReady as error:
                 self._fail(index, error)
                 return
-            inputs = fan.row(row, has_batch=member.config.max_batch_size > 0)
-            self._submit(OpenStep(index, member, now, row), inputs, is_borrowed=is_borrowed)
+            inputs = fan.row(row, has_batch=step.member.config.max_batch_size > 0)
+            self._submit(step, inputs, is_borrowed=is_borrowed)
         fan.is_sending = False
         if fan.is_complete and not self._request.is_done:
             del self._fans[index]
@@ -223,6 +235,8 @@ class EnsembleRun:
             left_s = request.timings.queued + request.timeout_s - self._owner.clock()
             inner.timeout_s = max(PASSED_S, left_s)
         self._open[inner] = step
+        if step.split is not None:
+            step.split.watch(inner, member)
         member.submit(inner)
         if is_borrowed and is_placed and not inner.is_done:
             _copy(inner.inputs)

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from penstock.backends import NO_ENSEMBLE
 from penstock.config import ModelConfig, ScalingConfig
 from penstock.errors import InvalidRequest, NotReady, Unsupported
 from penstock.processes.child import StartLife
@@ -192,7 +193,10 @@ class LocalModel(ModelThread[Model | StagePipeline]):
 
 
 def check_answers_once(config: ModelConfig) -> None:
-    """Raise Unsupported for a model whose answers have no end that callers could wait for."""
+    """Raise Unsupported for a model whose answers have no end that callers could wait for, or whose
+    members are not here."""
+    if config.is_ensemble:
+        raise Unsupported(f"model '{config.name}': {NO_ENSEMBLE}")
     if config.is_decoupled:
         text = "is decoupled: its requests have any number of responses, which in-process calls"
         raise Unsupported(f"model '{config.name}' {text} do not take; serve it")

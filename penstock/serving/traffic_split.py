@@ -19,6 +19,7 @@ from functools import partial
 
 from penstock.errors import Cancelled, InvalidRequest, PenstockError
 from penstock.serving.divergence import Divergence
+from penstock.serving.response_cache import SHARED_BYTES
 from penstock.serving.served import Served
 from penstock.serving.split_counts import LATENCY, SideCounts, SplitCounts, is_failure, is_miss
 from penstock.types import ReplySink, Request, Response, Tensor
@@ -130,8 +131,13 @@ class TrafficSplit:
         return _copy(request.inputs)
 
     def ended(self, sink: SplitSink, request: Request, answer: Response | PenstockError) -> None:
-        """Count a request that its client got an answer to, and mirror it if it is to be."""
+        """Count a request that its client got an answer to, and mirror it if it is to be. Answers
+        from a response cache say nothing about a version: the stable one has more of them."""
+        if isinstance(answer, Response) and answer.keeper is SHARED_BYTES:
+            return
         note_answer(self.side(sink.model), request, answer, self.rule)
+        if sink.model is self.candidate and self._is_too_large(request, answer):
+            self.counts.candidate.num_failed += 1
         if sink.inputs is None or isinstance(answer, PenstockError):
             return
         outputs = None if answer.arrays is not None else _copy(answer.outputs)
@@ -139,6 +145,15 @@ class TrafficSplit:
             self.counts.num_dropped += 1
             return
         self.begin_mirror(partial(self._mirror, sink, request, outputs))
+
+    def _is_too_large(self, request: Request, answer: Response | PenstockError) -> bool:
+        """Whether the candidate has refused more rows than it takes, but the stable version does
+        take: no fault of the client."""
+        if not isinstance(answer, InvalidRequest) or not request.inputs:
+            return False
+        num_rows = next(iter(request.inputs[0].shape), 0)
+        most = self.candidate.config.max_batch_size
+        return 0 < most < num_rows <= self.stable.config.max_batch_size
 
     def begin_mirror(self, run: Callable[[], None]) -> None:
         """Run a mirror once the client's answer is on its way. It ends with `dropped` or

@@ -118,3 +118,16 @@ def test_a_language_model_generates_chats_streams_and_predicts(tmp_path: Path) -
 def test_a_data_set_without_rows_is_refused(digits: LoadedModel) -> None:
     with pytest.raises(InvalidRequest, match="the data set has no rows"):
         digits.predict(images(0), progress=False)
+
+
+def test_an_ensemble_runs_in_a_server_only(tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(
+        """platform: "ensemble" ensemble_scheduling { step { model_name: "m" model_version: -1
+        input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }
+        input { name: "x" data_type: TYPE_FP32 dims: 1 }
+        output { name: "y" data_type: TYPE_FP32 dims: 1 }"""
+    )
+    with pytest.raises(Unsupported, match="'whole'.*its steps are other models"):
+        penstock.load(folder)

@@ -6,11 +6,12 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from page_server import KEYS, SECRETS, PageServer, null_config, page_server
 
-from penstock.config import LLM
+from penstock.config import ENSEMBLE, LLM
 from penstock.dashboard import what_if
 from penstock.dashboard.what_if import LEARNT, MEASURED, WhatIf
 from penstock.errors import BackendFailed, NotReady, Overloaded, Unsupported
@@ -89,14 +90,16 @@ def test_it_needs_the_scope_of_metrics() -> None:
     ("changes", "text"),
     [
         ({"backend": LLM}, "language models"),
+        ({"backend": ENSEMBLE}, "ensembles are not simulated; ask for their members"),
+        ({"is_decoupled": True}, "models of sequences, decoupled models"),
         ({"batching": replace(PLAIN.batching, max_tokens=100)}, "token budget"),
     ],
 )
 def test_models_of_other_kinds_are_not_simulated(
     server: PageServer, monkeypatch: pytest.MonkeyPatch, changes: dict, text: str
 ) -> None:
-    model = server.catalog.find("plain")
-    monkeypatch.setattr(model, "config", replace(model.config, **changes))
+    other = SimpleNamespace(config=replace(PLAIN, **changes))
+    monkeypatch.setattr(server.catalog, "find", lambda name, version: other)
     with pytest.raises(Unsupported, match=text):
         asyncio.run(WhatIf(server.catalog).predict(WhatIfBody("plain", 1.0)))
 

@@ -61,6 +61,14 @@ ensemble_scheduling {
     input_map { key: "x" value: "sum" } output_map { key: "y" value: "OUT" } }
 }
 """
+# Its step may name a version.
+LESS = """
+platform: "ensemble" max_batch_size: 4
+input { name: "IN" data_type: TYPE_FP32 dims: 2 }
+output { name: "OUT" data_type: TYPE_FP32 dims: 2 }
+ensemble_scheduling { step { model_name: "minus" model_version: %s
+  input_map { key: "x" value: "IN" } output_map { key: "y" value: "OUT" } } }
+"""
 
 
 def add_model(root: Path, name: str, config: str, code: str = "") -> None:
@@ -92,6 +100,11 @@ def server(
         root, "pair", ENSEMBLE.replace('"times" model_version: 1', '"alone" model_version: -1')
     )
     add_model(root, "alone", 'backend: "python"' + CONFIG, MODEL % "* 3")
+    first = 'backend: "python" version_policy { specific { versions: 1 } }'
+    add_model(root, "minus", first + CONFIG, MODEL % "- 1")
+    add_version(root, "minus", 2, MODEL % "+ 0 - 1")
+    add_model(root, "less", LESS % "-1")
+    add_model(root, "named", LESS % "1")
     flags = ("--model-control-mode", "explicit", "--load-model", "outer")
     with Served(root, *flags, "--shards", request.param, grpc=True) as served:
         if request.param != "1":
@@ -235,3 +248,39 @@ def test_an_ensemble_that_lacks_a_model_cannot_be_loaded(server) -> None:
         assert states(client)["lost"] == "UNAVAILABLE"
         client.unload_model("lost")
         assert client.is_server_ready()
+
+
+def test_the_steps_of_an_ensemble_are_split_in_a_rollout_of_its_member(server) -> None:
+    served, _ = server
+    path = "/v2/repository/models/minus"
+    start = {"version": "2", "canary": "50%", "step_s": 600, "force": "a test"}
+    with httpclient.InferenceServerClient(served.address) as client:
+        client.load_model("less")
+        assert served.post(f"{path}/promote", json.dumps(start).encode())[0] == 200
+
+        def are_counted() -> bool:
+            assert infer(httpclient, client, "less", 7, "OUT") == [6]
+            found = get(served, f"{path}/rollout")["figures"]
+            names = ("stable_requests", "candidate_requests", "compared_rows")
+            return all(found.get(name, 0) > 0 for name in names)
+
+        wait_until(are_counted)
+        assert served.post(f"{path}/rollback", b'{"rollout_only": true}')[0] == 200
+        assert infer(httpclient, client, "less", 7, "OUT") == [6]
+
+
+def test_a_promotion_that_would_break_an_ensemble_is_refused(server) -> None:
+    served, _ = server
+    path = "/v2/repository/models/minus/promote"
+    with httpclient.InferenceServerClient(served.address) as client:
+        client.load_model("less")
+        client.load_model("named")
+        for how in ({}, {"canary": "5%"}):
+            body = json.dumps({"version": "2", "force": "a test", **how}).encode()
+            status, answer = served.post(path, body)
+            assert status == 400 and b"ensemble 'named': ensemble_scheduling.step[0]" in answer
+        assert infer(httpclient, client, "named", 7, "OUT") == [6]
+        client.unload_model("named")
+        body = json.dumps({"version": "2", "force": "a test"}).encode()
+        assert served.post(path, body)[0] == 200
+        assert infer(httpclient, client, "less", 7, "OUT") == [6]

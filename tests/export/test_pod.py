@@ -40,9 +40,9 @@ def test_its_arguments_are_accepted_by_the_server() -> None:
     """`penstock serve` itself parses them."""
     given = arguments(made_settings(ports=Ports(1, 2, 3), stopping=Stopping(5, 77)))
     context = main.commands["serve"].make_context("serve", list(given[1:]))
-    values = {name: context.params[name] for name in ("source", "host", "api_keys", "log_format")}
+    values = {name: context.params[name] for name in ("sources", "host", "api_keys", "log_format")}
     assert values == {
-        "source": "/models/digits",
+        "sources": ("/models/digits",),
         "host": "0.0.0.0",
         "api_keys": "/run/secrets/penstock/keys.toml",
         "log_format": "json",

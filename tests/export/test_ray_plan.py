@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import BatchPolicy, ModelConfig, ScalingConfig
+from penstock.config import BatchPolicy, ModelConfig, ScalingConfig, SequencePolicy
 from penstock.errors import ConfigError
 from penstock.export import ray_plan
 from penstock.export.ray_plan import ReplicaPlan, replica_config
@@ -143,3 +143,10 @@ def test_versions_are_served_together() -> None:
 def test_names_that_ray_or_the_application_needs_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be the name of a deployment"):
         plan_model([config(name=name)])
+
+
+def test_sequences_have_one_replica() -> None:
+    """Replicas do not share them, and any replica may get the next request."""
+    plan = plan_model([config(sequences=SequencePolicy())], max_replicas=8)
+    assert (plan.min_replicas, plan.max_replicas) == (1, 1)
+    assert plan.reasons["replicas"] == "one: replicas do not share sequences"

@@ -1,6 +1,7 @@
 """Models on disk: where a pod finds them, and what their evidence says."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -175,3 +176,53 @@ def test_a_language_model_needs_its_weights_and_cache(
     assert sized.memory_bytes > found.cache_bytes + found.file_bytes
     on_gpu = replace(config, options=options).on(["cuda:0"])
     assert workload.read_needs(on_gpu).cache_bytes == 0
+
+
+def add_ensemble(folder: Path, name: str, *members: str) -> None:
+    """Add an ensemble that runs these models one after the other."""
+    steps = [
+        f'step {{ model_name: "{member}" model_version: -1 '
+        f'input_map {{ key: "x" value: "t{number}" }} '
+        f'output_map {{ key: "y" value: "t{number + 1}" }} }}'
+        for number, member in enumerate(members)
+    ]
+    (folder / name / "1").mkdir(parents=True)
+    (folder / name / "config.pbtxt").write_text(
+        f"""platform: "ensemble" ensemble_scheduling {{ {" ".join(steps)} }}
+        input {{ name: "t0" data_type: TYPE_FP32 dims: 1 }}
+        output {{ name: "t{len(members)}" data_type: TYPE_FP32 dims: 1 }}"""
+    )
+
+
+def test_ensembles_need_their_members_and_nothing_else(tmp_path: Path) -> None:
+    add_config(tmp_path, "net", f'backend: "null" max_batch_size: 0 {IO}', "model")
+    add_ensemble(tmp_path, "whole", "net", "net")
+    found = read(tmp_path)
+    assert [each.name for each in found.models] == ["net"]
+    assert size(found.models, SizeOverrides()).queue_depth == 1
+    expected = f"ensemble 'whole' runs net, not exported with it; export the repository, {tmp_path}"
+    for path in (tmp_path / "whole", tmp_path / "whole" / "1"):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            read(path)
+
+
+def test_ensembles_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
+    add_ensemble(tmp_path, "one", "two")
+    with pytest.raises(ConfigError, match="'one' runs two, not exported with it$"):
+        read(tmp_path)
+    add_ensemble(tmp_path, "two", "one")
+    with pytest.raises(ConfigError, match="a cycle of ensembles: "):
+        read(tmp_path)
+
+
+def test_a_model_that_must_be_recorded_is_refused(tmp_path: Path) -> None:
+    """A pod's server has no folder for recordings, and would refuse to load the model."""
+    record = 'parameters { key: "penstock.record" value { string_value: "off" } }'
+    add_config(tmp_path, "net", f'backend: "null" max_batch_size: 8 {IO} {record}', "model")
+    assert [each.name for each in read(tmp_path).models] == ["net"]
+    config = tmp_path / "net" / "config.pbtxt"
+    config.write_text(config.read_text().replace('"off"', '"1MB"'))
+    with pytest.raises(
+        ConfigError, match=r"net: parameters\.penstock\.record: pods have no folder"
+    ):
+        read(tmp_path)

@@ -48,6 +48,7 @@ def test_versions_that_differ_only_inside_can_share_requests() -> None:
             r"output y is FP32 \[10\] and FP16 \[10\]",
         ),
         (replace(TWO, sequences=SequencePolicy()), "requests of a sequence would go to both"),
+        (replace(TWO, is_decoupled=True), "any number of responses, which are not compared"),
         (replace(TWO, max_batch_size=0), "only one of them has a batch dimension"),
         (replace(TWO, backend="llm"), "only one of them is a language model"),
     ],

@@ -139,3 +139,20 @@ def test_importing_needs_no_ray_and_proxies_find_their_functions() -> None:
     for path in penstock.ray.grpc_options()["grpc_servicer_functions"]:
         module, _, name = path.rpartition(".")
         assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_ensembles_are_served_by_our_servers_only(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "identity", tmp_path / "identity")
+    spec = "data_type: TYPE_FP32 dims: 16"
+    maps = 'input_map { key: "INPUT" value: "IN" } output_map { key: "OUTPUT" value: "OUT" }'
+    (tmp_path / "whole" / "1").mkdir(parents=True)
+    (tmp_path / "whole" / "config.pbtxt").write_text(
+        f"""platform: "ensemble" max_batch_size: 8
+        input {{ name: "IN" {spec} }} output {{ name: "OUT" {spec} }}
+        ensemble_scheduling {{ step {{ model_name: "identity" model_version: -1 {maps} }} }}"""
+    )
+    with pytest.raises(ConfigError, match="whole: an ensemble cannot be a deployment.*--ingress"):
+        design(tmp_path)
+    (server,) = design(tmp_path, ingress="penstock").settings().values()
+    (alone,) = design(EXAMPLES / "identity", ingress="penstock").settings().values()
+    assert server["ray_actor_options"] == alone["ray_actor_options"]

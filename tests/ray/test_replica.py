@@ -16,7 +16,7 @@ from text_server import NAME, write_model
 from tritonclient.grpc import service_pb2
 
 import penstock
-from penstock.errors import ConfigError, InvalidRequest, NotFound, NotReady
+from penstock.errors import ConfigError, InvalidRequest, NotFound, NotReady, Unsupported
 from penstock.ray import cluster_messages as messages
 from penstock.ray import replica as replica_module
 from penstock.ray.cluster_messages import ClusterAnswer, ClusterCall
@@ -242,5 +242,42 @@ def test_a_model_that_cannot_be_loaded_fails_the_replica(tmp_path: Path) -> None
             async with started_replica("identity", tmp_path):
                 pass
         assert num_workers() == 0
+
+    run(test)
+
+
+DECOUPLED = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+            for number in range(3):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", x + number)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+def test_a_decoupled_model_answers_streams_only(tmp_path: Path) -> None:
+    (tmp_path / "many" / "1").mkdir(parents=True)
+    (tmp_path / "many" / "1" / "model.py").write_text(DECOUPLED)
+    (tmp_path / "many" / "config.pbtxt").write_text(
+        """backend: "python" max_batch_size: 0 model_transaction_policy { decoupled: true }
+        input { name: "x" data_type: TYPE_INT32 dims: 1 }
+        output { name: "y" data_type: TYPE_INT32 dims: 1 }"""
+    )
+
+    async def test() -> None:
+        async with started_replica("many", tmp_path) as replica:
+            body = memoryview(b'{"x": 5}')
+            call = ClusterCall("http", body, b"POST", b"/v2/models/many/generate_stream")
+            head, *events = [each async for each in replica.stream(messages.encode_call(call))]
+            assert messages.decode_answer(head).status == 200
+            told = b"".join(events).decode().strip().split("\n\n")
+            assert [json.loads(each.removeprefix("data: "))["y"] for each in told] == [5, 6, 7]
+            with pytest.raises(Unsupported, match="'many' is decoupled"):
+                await replica.infer(np.array([5], np.int32))
 
     run(test)

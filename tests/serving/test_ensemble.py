@@ -24,6 +24,7 @@ from penstock.serving.catalog import pending_of
 from penstock.serving.ensemble import Ensemble
 from penstock.serving.traffic_split import MirrorRequest
 from penstock.types import OutputKeeper, Request, Response, TensorSpec, from_array
+from penstock.wire.frames import SplitRule
 
 CHAIN = ensemble(
     step("first", takes="IN", makes="between"), step("second", takes="between", makes="OUT")
@@ -627,5 +628,44 @@ def test_each_step_is_explained():
         assert steps == [("first", 1), ("second", 0), ("join", 0)]
         assert explanation.steps[0].total_s >= explanation.steps[0].compute_s > 0
         assert "The slowest step is 'first'" in explanation.verdicts[0]
+
+    run(scenario)
+
+
+# Rollouts of members.
+
+
+def test_steps_are_requests_of_a_members_rollout():
+    async def scenario(stage):
+        await stage.load(CHAIN, *MEMBERS[:2])
+        await stage.act(stage.catalog.add_candidate(member("first", version="2")))
+        rule = SplitRule(1, "canary", "2", share=1.0, mirrored_per_s=1e6)
+        assert await stage.catalog.split("first", rule)
+        requests = [stage.send(ask(n)) for n in range(3)]
+        await stage.puppets.step_all()
+        assert [values(each)["OUT"] for each in requests] == [[[n, n]] for n in range(3)]
+        counts = stage.catalog.splits["first"].counts
+        assert (counts.candidate.num_requests, counts.stable.num_requests) == (3, 0)
+        assert counts.num_compared >= 1 and counts.num_disagreeing == 0
+        assert stage.find("first").metrics.num_success == 0
+        # Copies of the ensemble's own requests are not split: no client gets them.
+        stage.send(copied := ask(7, kind=MirrorRequest))
+        await stage.puppets.step_all()
+        assert values(copied)["OUT"] == [[7, 7]]
+        assert counts.candidate.num_requests == 3
+
+    run(scenario)
+
+
+def test_a_step_that_names_a_version_is_not_split():
+    async def scenario(stage):
+        named = step("first", "1", takes="IN", makes="OUT")
+        await stage.load(ensemble(named), MEMBERS[0])
+        await stage.act(stage.catalog.add_candidate(member("first", version="2")))
+        assert await stage.catalog.split("first", SplitRule(1, "canary", "2", share=1.0))
+        stage.send(request := ask(1))
+        await stage.puppets.step_all()
+        assert values(request)["OUT"] == [[1, 1]]
+        assert stage.catalog.splits["first"].counts.candidate.num_requests == 0
 
     run(scenario)

@@ -11,7 +11,9 @@ from doubles import FakeClock, RecordingSink, settle
 
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed, Cancelled, InvalidRequest, Overloaded, PenstockError
+from penstock.serving.answer_store import AnswerStore
 from penstock.serving.metrics import ModelMetrics
+from penstock.serving.response_cache import ModelCache
 from penstock.serving.split_counts import LATENCY
 from penstock.serving.traffic_split import TrafficSplit, place_of, renew_split
 from penstock.types import Request, Response, TensorSpec, from_array, to_array
@@ -43,8 +45,14 @@ class Version:
         self.requests: list[Request] = []
         self.answer: Callable[[np.ndarray], np.ndarray | PenstockError] = lambda x: x
         self._clock = clock
+        self.cache: ModelCache | None = None
 
     def submit(self, request: Request) -> None:
+        if self.cache is not None and self.cache.answers(request, self._compute):
+            return
+        self._compute(request)
+
+    def _compute(self, request: Request) -> None:
         self.requests.append(request)
         self._clock.advance(self.takes_s)
         found = self.answer(to_array(request.inputs[0]))
@@ -67,11 +75,11 @@ class Stage:
     def counts(self):
         return self.split.counts
 
-    def send(self, **headers: str) -> Request:
+    def send(self, num_rows: int = 1, **headers: str) -> Request:
         """Send one request; return it with the version that was picked as its `id`."""
         named = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
         model = self.split.pick(named)
-        inputs = [from_array("x", "FP32", np.array([[1, 2]], np.float32))]
+        inputs = [from_array("x", "FP32", np.array([[1, 2]] * num_rows, np.float32))]
         request = Request(RecordingSink(), inputs, self.clock(), id=model.config.version)
         self.split.watch(request, model)
         model.submit(request)
@@ -180,6 +188,35 @@ def test_failures_and_refusals_are_told_apart_from_faults_of_clients():
             assert isinstance(stage.send().sink.inner.error, type(error))
         counts = stage.counts.candidate
         assert (counts.num_failed, counts.late, counts.num_requests) == (1, [1], 2)
+
+    run(scenario)
+
+
+def test_more_rows_than_only_the_candidate_refuses_are_its_failure():
+    """Clients have sent them before; nothing else would find it."""
+
+    async def scenario():
+        stage = Stage(replace_rule(share=1.0))
+        stage.candidate.answer = lambda x: InvalidRequest("batch-size must be <= 2")
+        stage.candidate.config = replace(CONFIG, version="2", max_batch_size=2)
+        for num_rows, num_failed in ((2, 0), (5, 0), (3, 1), (4, 2)):
+            stage.send(num_rows)
+            assert stage.counts.candidate.num_failed == num_failed
+
+    run(scenario)
+
+
+def test_answers_from_a_cache_are_not_counted():
+    """The stable version has more of them, so a good candidate would look slow beside it."""
+
+    async def scenario():
+        stage = Stage(replace_rule(mirrored_per_s=1e6))
+        store = AnswerStore(1 << 20)
+        stage.stable.cache = ModelCache(stage.stable.config, stage.stable.metrics, store)
+        assert all([stage.send(penstock_version="stable").is_done for _ in range(5)])
+        await settle()
+        assert len([each for each in stage.stable.requests if not each.is_mirror]) == 1
+        assert stage.counts.stable.num_requests == 1 and stage.counts.num_mirrored == 1
 
     run(scenario)
 
