@@ -20,6 +20,7 @@ from penstock.serving.ensemble import Ensemble
 from penstock.serving.ensemble_plan import EnsemblePlanner
 from penstock.serving.metrics import ModelMetrics
 from penstock.types import Request, Response, Tensor, TensorSpec, from_array, to_array
+from penstock.wire.frames import SplitRule
 
 LOOSE = {
     "inputs": (TensorSpec("x", "INT64", (-1, 2)),),
@@ -227,6 +228,20 @@ def test_rows_that_wait_keep_their_values():
         await stage.puppets.step_all()
         for n, request in enumerate(requests):
             assert values(request) == dict.fromkeys(("OUT", "crops"), crops(*range(n, n + 9)))
+
+    run(scenario)
+
+
+def test_rows_are_requests_of_a_members_rollout():
+    async def scenario(stage):
+        await stage.load(FAN, DETECTOR, CLASSIFIER)
+        await stage.act(stage.catalog.add_candidate(member("classifier", version="2")))
+        assert await stage.catalog.split("classifier", SplitRule(1, "canary", "2", share=1.0))
+        request = stage.send(bring(1, 2, 3))
+        await stage.puppets.step_all()
+        assert values(request)["OUT"] == crops(1, 2, 3)
+        counts = stage.catalog.splits["classifier"].counts
+        assert (counts.candidate.num_requests, counts.stable.num_requests) == (3, 0)
 
     run(scenario)
 
@@ -458,6 +473,8 @@ class Flow:
             "total": Scripted("total", LIST, SCALAR, bad),
         }
         self._bad = bad
+        # There is no rollout.
+        self.splits = {}
 
     def find(self, name, version=""):
         return self.members[name]
@@ -613,7 +630,8 @@ def test_answers_that_come_at_once_do_not_pile_up():
     request = Request(RecordingSink(), [from_array("IN", "FP32", numbers)], 0.0)
 
     async def scenario() -> None:
-        Ensemble(config, SimpleNamespace(find=lambda name, version: cached)).submit(request)
+        table = SimpleNamespace(find=lambda name, version: cached, splits={})
+        Ensemble(config, table).submit(request)
 
     asyncio.run(scenario())
     expected = [compute("scale", each) for each in numbers.ravel().tolist()]
