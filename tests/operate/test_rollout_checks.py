@@ -97,3 +97,19 @@ def test_a_second_without_candidate_requests_says_nothing() -> None:
 def test_shares_are_short() -> None:
     shares = (0.01, 0.12345, 1.0, 0.0)
     assert [percent(each) for each in shares] == ["1 %", "12.3 %", "100 %", "0 %"]
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.01, 0.05, 0.1])
+@pytest.mark.parametrize(("rate", "share"), [(0.5, 1.0), (20.0, 0.3)])
+def test_a_large_fault_is_found_within_30_s_also_by_few_requests(
+    limit: float, rate: float, share: float
+) -> None:
+    """A share of the candidate's requests goes wrong from the start, none of the stable one's."""
+    random = np.random.default_rng(1)
+    num_found = 0
+    for _ in range(100):
+        check = ShareCheck(LATE, limit, 0.002)
+        for total in random.poisson(rate, 30):
+            check.add(Totals(int(random.binomial(total, share)), int(total), 0, 10))
+        num_found += check.test.is_rejected
+    assert num_found >= 95

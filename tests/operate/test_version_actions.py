@@ -48,10 +48,14 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 @asynccontextmanager
-async def managed(path: Path, is_explicit: bool = True) -> AsyncIterator[ManagementApi]:
+async def managed(
+    path: Path, is_explicit: bool = True, *others: Path
+) -> AsyncIterator[ManagementApi]:
+    """A server of this repository and of others."""
     catalog = Catalog(ThreadLife)
-    await catalog.load(layout.read(path))
-    management = ManagementApi(catalog, Control(catalog, str(path), is_explicit), Lifecycle())
+    control = Control(catalog, str(path), is_explicit, others=tuple(map(str, others)))
+    await catalog.load(control.sources.read())
+    management = ManagementApi(catalog, control, Lifecycle())
     names = {b"k": "ada", b"": "anonymous"}
     rollouts = Rollouts(catalog, management.control)
     management.add(VersionActions(management, names.__getitem__, rollouts).answers)
@@ -88,6 +92,18 @@ async def test_a_promotion_and_its_rollback_are_served_and_on_disk(root: Path) -
         assert (await ask(management, "history"))[-1] == event
         with pytest.raises(InvalidRequest, match="no version that was served before 1"):
             await ask(management, "rollback")
+
+
+@in_loop
+async def test_a_model_of_another_repository_is_changed_there(root: Path, tmp_path: Path) -> None:
+    add_version(tmp_path / "first", made=here(), name="other")
+    async with managed(tmp_path / "first", True, root) as management:
+        await ask(management, "promote", version="2")
+        assert loaded(management) == on_disk(root) == ["2"]
+        assert [each["kind"] for each in await ask(management, "history")] == ["promoted"] * 2
+        pruned = await ask(management, "prune", keep=1)
+        assert "2" in pruned["kept"] and not (tmp_path / "first" / "model").exists()
+        assert (await ask(management, "rollback"))["version"] == "1"
 
 
 @in_loop
