@@ -18,7 +18,8 @@ from penstock.config import Comparison, EnsembleStep, ModelConfig
 from penstock.repository.ensemble_parameters import DEFAULT, EQUALITY, IF
 
 STEP = "ensemble_scheduling.step"
-MAX_CASES = 1 << 14
+# Raise it for larger ensembles; a load tries them all, at microseconds for each step.
+MAX_CASES = 1 << 12
 # Begins the text that stands for all that no condition names.
 ANOTHER = "\0"
 Value = float | str

@@ -99,9 +99,8 @@ def _find_steps(
         if not key.startswith(prefix):
             continue
         name = key.removeprefix(prefix)
-        found = [index for index, step in enumerate(steps) if step.model == name]
-        if name.isdecimal() and int(name) < len(steps):
-            found = [int(name)]
+        found = [index for index in range(len(steps)) if str(index) == name]
+        found = found or [index for index, step in enumerate(steps) if step.model == name]
         if len(found) == 1:
             yield key, found[0]
         elif found:

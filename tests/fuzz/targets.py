@@ -5,6 +5,7 @@ under coverage guidance by `make fuzz` (`run.py`)."""
 import asyncio
 import contextlib
 import io
+import json
 import re
 import tempfile
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from penstock.protocols.http import Connection, Exchange
 from penstock.protocols.http_server import HttpServer
 from penstock.protocols.key_file import read_keys
 from penstock.protocols.route_table import INFERENCE
-from penstock.repository import pbtxt
+from penstock.repository import ensemble_parameters, pbtxt
 from penstock.types import Buffer, Request, TensorSpec
 from penstock.wire import compression, frames, h2_frames, hpack, v2, v2_pb
 
@@ -151,6 +152,24 @@ def config_pbtxt(data: bytes) -> None:
     text = data.decode("utf-8", "replace")
     with contextlib.suppress(ConfigError):
         pbtxt.resolve(pbtxt.parse(text), "model", Path("/nowhere"))
+
+
+def condition_text(data: bytes) -> None:
+    """What is read as a condition reads back from its parts, and the same of a default."""
+    text = data.decode(errors="replace")
+    with contextlib.suppress(ValueError):
+        found = ensemble_parameters.parse_condition(text)
+        written = [f"{each.tensor} {each.operator} {_constant(each.value)}" for each in found]
+        assert ensemble_parameters.parse_condition(" and ".join(written)) == found, text
+    with contextlib.suppress(ValueError):
+        default = ensemble_parameters.parse_default(text)
+        if default.value is not None:
+            again = ensemble_parameters.parse_default(_constant(default.value))
+            assert again == default, text
+
+
+def _constant(value: float | str) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def slo_text(data: bytes) -> None:
@@ -365,6 +384,14 @@ _KEY = b'[[key]]\nname = "a"\nsecret = "0123456789abcdef"\nscopes = ["infer"]\n'
 _CONFIG = b"""backend: "null" max_batch_size: 4 dynamic_batching { preferred_batch_size: [2, 4] }
 input { name: "x" data_type: TYPE_INT32 dims: [ -1 ] } output { name: "y" data_type: TYPE_FP32 }
 """
+_ENSEMBLE = b"""platform: "ensemble" max_batch_size: 4
+input { name: "x" data_type: TYPE_INT32 dims: 1 } output { name: "y" data_type: TYPE_INT32 dims: 1 }
+ensemble_scheduling { step { model_name: "a" model_version: -1
+input_map { key: "i" value: "x" } output_map { key: "o" value: "y" } } }
+parameters { key: "penstock.if.0" value { string_value: "x > 0" } }
+parameters { key: "penstock.default.y" value { string_value: "x" } }
+parameters { key: "penstock.fan_out.a" value { string_value: "x" } }
+"""
 
 
 def _saved(save: Callable[[io.BytesIO, np.ndarray], None]) -> bytes:
@@ -424,7 +451,13 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
             frames.encode(frames.Forwarded(1, frames.Parcel())),
             frames.join([frames.encode(frames.Cancel(1)), frames.encode(frames.Pong())]),
         ],
-        config_pbtxt: [_CONFIG],
+        config_pbtxt: [_CONFIG, _ENSEMBLE],
+        condition_text: [
+            b"score > 0.5 and not found and a:0 <= -1e3",
+            b'lang == "d\\"e" and b != true',
+            b'"none"',
+            b"[]",
+        ],
         slo_text: [b"p99 < 20ms, p50 ttft < 100ms, throughput >= 500/s at 200/s gamma 3"],
         api_keys: [_KEY, _KEY + _KEY],
         http_answer: [
