@@ -173,14 +173,14 @@ def flows(draw):
         name, known = f"t{number_}", list(tensors)
         takes = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3))
         maps = {f"x{n}": tensor for n, tensor in enumerate(takes)}, {"y": name}
-        kind = draw(st.sampled_from(["plain", "either", "value", "tensor"]))
-        reads, limit = draw(st.sampled_from(known)), draw(st.integers(-2, 2))
+        kind = draw(st.sampled_from(["plain", "either", "value", "tensor", "gap"]))
+        source, limit = draw(st.sampled_from(known)), draw(st.integers(-2, 2))
         if kind == "plain":
             steps.append(maps)
         else:
-            steps.append((*maps, f"{reads} > {limit}"))
+            steps.append((*maps, f"{source} > {limit}"))
         if kind == "either":
-            steps.append(({"x": draw(st.sampled_from(known))}, {"y": name}, f"{reads} <= {limit}"))
+            steps.append(({"x": draw(st.sampled_from(known))}, {"y": name}, f"{source} <= {limit}"))
         elif kind == "value":
             defaults[name] = str(draw(st.integers(-2, 2)))
         elif kind == "tensor":
@@ -199,32 +199,27 @@ def compute(index, values):
 
 
 def evaluate(config, given):
-    """The values of all tensors, and the steps that run, by trying until nothing changes."""
-    values, ran, is_new = dict(given), set(), True
-    while is_new:
-        is_new = False
+    """The values of the tensors that exist, and the steps that run. Tensors are made of earlier
+    ones."""
+    values, ran = dict(given), set()
+    for name in (f"t{number_}" for number_ in range(len(config.steps))):
         for index, step in enumerate(config.steps):
-            needed = [*step.inputs.values(), *(each.tensor for each in step.condition)]
-            if index in ran or not all(name in values for name in needed):
+            if step.outputs["y"] != name or not reads(step) <= set(values):
                 continue
             if all(holds(each, values[each.tensor]) for each in step.condition):
                 ran.add(index)
-                values[step.outputs["y"]] = compute(
-                    index, [values[n] for n in step.inputs.values()]
-                )
-                is_new = True
-        if not is_new:
-            # Defaults of tensors whose steps can all be decided, as all that they read is there.
-            for name, default in config.defaults.items():
-                makers = [step for step in config.steps if step.outputs["y"] == name]
-                reads = {each for step in makers for each in step.inputs.values()}
-                reads |= {each.tensor for step in makers for each in step.condition}
-                if name in values or not reads <= values.keys():
-                    continue
-                if not default.tensor or default.tensor in values:
-                    values[name] = values[default.tensor] if default.tensor else default.value
-                    is_new = True
+                values[name] = compute(index, [values[n] for n in step.inputs.values()])
+        default = config.defaults.get(name)
+        if name not in values and default is not None:
+            if not default.tensor:
+                values[name] = default.value
+            elif default.tensor in values:
+                values[name] = values[default.tensor]
     return values, ran
+
+
+def reads(step):
+    return {*step.inputs.values(), *(each.tensor for each in step.condition)}
 
 
 @given(flows(), st.integers(-3, 3), st.integers(-3, 3), st.data())
