@@ -243,6 +243,16 @@ class BatchOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """A tensor of one element, compared with a number or a text. A condition has one or more, which
+    must all hold."""
+
+    tensor: str
+    operator: Literal["<", "<=", ">", ">=", "==", "!="]
+    value: float | str
+
+
+@dataclass(frozen=True, slots=True)
 class EnsembleStep:
     """One model of an ensemble. The maps lead from its inputs and outputs to the ensemble's own
     tensors, which connect the steps."""
@@ -252,6 +262,30 @@ class EnsembleStep:
     version: str
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
+    # Tensors whose rows are requests of their own; empty: the step makes one request.
+    fan_out: tuple[str, ...] = ()
+    # The step runs if all of them hold.
+    condition: tuple[Comparison, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDefault:
+    """What a tensor of an ensemble is if no step makes it: another tensor, or else a value in every
+    element. Without either it has no elements."""
+
+    tensor: str = ""
+    value: float | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FanOutLimits:
+    """Limits of each step of an ensemble that makes one request for each row."""
+
+    # Rows of one request. Raise it if a step makes more; each row costs the time of a request.
+    max_rows: int = 1024
+    # Requests of one request at a time. Raise it above the member's batches to fill several of its
+    # instances; lower it to leave more room to other clients.
+    max_in_flight: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,6 +512,9 @@ class ModelConfig:
     batch_outputs: tuple[BatchOutput, ...] = ()
     # Of an ensemble: the models that it runs.
     steps: tuple[EnsembleStep, ...] = ()
+    # By tensor: what it is where no step that makes it runs.
+    defaults: Mapping[str, TensorDefault] = field(default_factory=dict)
+    fan_out_limits: FanOutLimits = FanOutLimits()
     # None: requests do not depend on each other.
     sequences: SequencePolicy | None = None
     # Additional labels of the model's metrics.

@@ -287,13 +287,17 @@ def _ensemble(answer: Explanation) -> list[RenderableType]:
 
 def _steps(steps: Sequence[StepState]) -> RenderableType:
     rows = [
-        (one.model, one.version or "latest", one.num_answered, one.num_failed, *map(_ms, means))
+        (one.model, one.version or "latest", *_counts(one), *map(_ms, means))
         for one in steps
         for count in [max(1, one.num_answered)]
         for means in [(one.queue_s / count, one.compute_s / count, one.total_s / count)]
     ]
-    columns = ("model", "version", "answered", "failed", "queued", "computed", "in all")
+    columns = ("model", "version", "answered", "failed", "skipped", "queued", "computed", "in all")
     return _table(columns, rows, num_words=2)
+
+
+def _counts(step: StepState) -> tuple[int, int, int]:
+    return step.num_answered, step.num_failed, step.num_skipped
 
 
 def watch(ask: Callable[[], Explanation]) -> NoReturn:

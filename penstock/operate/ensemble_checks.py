@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.config import EnsembleStep, ModelConfig
 from penstock.errors import InvalidRequest, NotFound, NotReady
-from penstock.repository.ensemble_rules import STEP, member_problems
+from penstock.repository.ensemble_cases import STEP
+from penstock.repository.ensemble_rules import member_problems
 from penstock.serving.model_table import ModelTable
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 
 from penstock.config import ModelConfig
 from penstock.errors import NotFound
-from penstock.repository.ensemble_rules import STEP, find_cycle
+from penstock.repository.ensemble_cases import STEP
+from penstock.repository.ensemble_rules import find_cycle
 from penstock.repository.layout import RepositoryScan
 
 

@@ -7,14 +7,25 @@ agrees with any size, so the rest is checked when requests run.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeVar
 
-from penstock.config import EnsembleStep, ModelConfig
-from penstock.types import TensorSpec, shape_fits
+import numpy as np
 
-STEP = "ensemble_scheduling.step"
+from penstock.config import EnsembleStep, ModelConfig, TensorDefault
+from penstock.repository.ensemble_cases import (
+    STEP,
+    case_problems,
+    dependencies,
+    find_makers,
+    has_cases,
+    needed_tensors,
+    try_cases,
+)
+from penstock.repository.ensemble_parameters import DEFAULT, FAN_OUT, IF, LIMITS
+from penstock.types import DATATYPES, TensorSpec, num_elements, shape_fits
+
 Node = TypeVar("Node", bound=Hashable)
 
 
@@ -36,53 +47,101 @@ class EnsembleTensor:
 
 def graph_problems(config: ModelConfig) -> list[str]:
     """Return what is wrong with the steps by themselves, each with its path."""
+    makers = find_makers(config.steps)
     inputs = {spec.name for spec in config.inputs}
-    problems: list[str] = []
-    producers = _find_producers(config.steps, inputs, problems)
+    problems = [*_wrong_makers(config, makers)]
     for index, step in enumerate(config.steps):
         for name, tensor in step.inputs.items():
-            if tensor not in inputs and tensor not in producers:
+            if tensor not in inputs and tensor not in makers:
                 what = f"'{name}' takes '{tensor}', which no step makes and no request brings"
                 problems.append(f"{STEP}[{index}].input_map: {what}")
+    problems += [*_wrong_conditions(config, makers), *_wrong_defaults(config, makers)]
     for spec in config.outputs:
-        if spec.name not in producers:
+        if spec.name not in makers:
             problems.append(f"output: no step makes '{spec.name}'")
-    if cycle := find_cycle(_needed(config.steps, producers)):
-        order = " -> ".join(f"step {index} ({config.steps[index].model})" for index in cycle)
+    if cycle := find_cycle(dependencies(config)):
+        order = " -> ".join(_describe_cycle(config, cycle))
         problems.append(f"{STEP}: a cycle: {order}; each needs a tensor of the one before")
+    if not problems and has_cases(config):
+        problems = case_problems(config, try_cases(config))
     return problems
 
 
-def _find_producers(
-    steps: Sequence[EnsembleStep], inputs: Collection[str], problems: list[str]
-) -> dict[str, int]:
-    """Return the step that makes each tensor; add a problem for what cannot be made twice."""
-    producers: dict[str, int] = {}
-    for index, step in enumerate(steps):
+def _wrong_makers(config: ModelConfig, makers: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Yield a problem for what cannot be made, or not twice."""
+    inputs = {spec.name for spec in config.inputs}
+    for tensor, steps in makers.items():
+        if tensor in inputs:
+            text = f"'{tensor}' is an input of the ensemble; no step can make it"
+            yield f"{STEP}[{steps[0]}].output_map: {text}"
+    for index, step in enumerate(config.steps):
         for tensor in step.outputs.values():
-            where = f"{STEP}[{index}].output_map: '{tensor}'"
-            if tensor in inputs:
-                problems.append(f"{where} is an input of the ensemble; no step can make it")
-            elif tensor in producers:
-                problems.append(f"{where} is made by step {producers[tensor]} already")
-            else:
-                producers[tensor] = index
-    return producers
+            if list(step.outputs.values()).count(tensor) > 1:
+                yield f"{STEP}[{index}].output_map: two outputs of the model are '{tensor}'"
+                break
+    if not has_cases(config):
+        for tensor, steps in makers.items():
+            for index in steps[1:] if tensor not in inputs else ():
+                yield f"{STEP}[{index}].output_map: '{tensor}' is made by step {steps[0]} already"
+
+
+def _wrong_conditions(config: ModelConfig, makers: Collection[str]) -> Iterator[str]:
+    inputs = {spec.name: spec for spec in config.inputs}
+    for index, step in enumerate(config.steps):
+        for comparison in step.condition:
+            path, tensor = f"parameters.{IF}{index}", comparison.tensor
+            if tensor not in inputs and tensor not in makers:
+                yield f"{path}: '{tensor}', which no step makes and no request brings"
+            elif tensor in inputs and inputs[tensor].is_optional:
+                yield f"{path}: input '{tensor}' is optional; a condition needs its value"
+        for tensor in step.fan_out:
+            if tensor in inputs and inputs[tensor].is_optional:
+                text = f"input '{tensor}' is optional; its rows must be there to be counted"
+                yield f"parameters.{FAN_OUT}{index}: {text}"
+
+
+def _wrong_defaults(config: ModelConfig, makers: Collection[str]) -> Iterator[str]:
+    inputs = {spec.name: spec for spec in config.inputs}
+    for tensor, default in config.defaults.items():
+        path, source = f"parameters.{DEFAULT}{tensor}", default.tensor
+        if tensor not in makers:
+            yield f"{path}: no step makes '{tensor}'"
+        if source and source not in inputs and source not in makers:
+            yield f"{path}: '{source}', which no step makes and no request brings"
+        elif source in inputs and inputs[source].is_optional:
+            yield f"{path}: input '{source}' is optional; a default must be there"
 
 
 def unused_inputs(config: ModelConfig) -> list[str]:
     """Return a warning for each input that no step takes."""
-    taken = {tensor for step in config.steps for tensor in step.inputs.values()}
+    taken = {default.tensor for default in config.defaults.values()}
+    taken = taken.union(*map(needed_tensors, config.steps))
     names = [spec.name for spec in config.inputs if spec.name not in taken]
     return [f"input: '{name}' has no effect; no step takes it" for name in names]
 
 
-def _needed(steps: Sequence[EnsembleStep], producers: Mapping[str, int]) -> dict[int, set[int]]:
-    """Return, by step, the steps whose tensors it needs."""
-    return {
-        index: {producers[tensor] for tensor in step.inputs.values() if tensor in producers}
-        for index, step in enumerate(steps)
-    }
+def idle_parameters(config: ModelConfig) -> list[str]:
+    """Return a warning for each parameter of a sound ensemble that changes nothing."""
+    unmade = try_cases(config).unmade if config.defaults else set()
+    found = [
+        f"parameters.{DEFAULT}{tensor}: has no effect; a step always makes '{tensor}'"
+        for tensor in config.defaults
+        if tensor not in unmade
+    ]
+    if not any(step.fan_out for step in config.steps):
+        keys = [key for key in LIMITS if key in config.options]
+        found += [f"parameters.{key}: has no effect; no step fans out" for key in keys]
+    return found
+
+
+def _describe_cycle(config: ModelConfig, cycle: Sequence[int | str]) -> Iterator[str]:
+    """Yield the steps of a cycle, with the first one again at the end; its tensors if it has
+    none."""
+    steps = [node for node in cycle[1:] if isinstance(node, int)]
+    if not steps:
+        yield from (f"'{node}'" for node in cycle)
+    for index in (*steps[-1:], *steps):
+        yield f"step {index} ({config.steps[index].model})"
 
 
 def find_cycle(needed: Mapping[Node, Iterable[Node]]) -> list[Node]:
@@ -98,28 +157,36 @@ def find_cycle(needed: Mapping[Node, Iterable[Node]]) -> list[Node]:
 def member_problems(config: ModelConfig, members: Sequence[ModelConfig | None]) -> list[str]:
     """Return what is wrong with the models of the steps, as far as they are known."""
     problems: list[str] = []
-    ends: dict[str, EnsembleTensor] = {}
+    ends: dict[str, list[EnsembleTensor]] = {}
     has_batch = config.max_batch_size > 0
     for spec in config.inputs:
-        ends[spec.name] = EnsembleTensor(spec, has_batch, f"input '{spec.name}' of the ensemble")
+        ends[spec.name] = [EnsembleTensor(spec, has_batch, f"input '{spec.name}' of the ensemble")]
     for index, (step, member) in enumerate(zip(config.steps, members, strict=True)):
         if member is not None:
             problems += [f"{STEP}[{index}]: {each}" for each in _misfits(config, step, member)]
-            ends |= _outputs(step, member)
+            for tensor, end in _outputs(config, step, member):
+                ends.setdefault(tensor, []).append(end)
     for index, (step, member) in enumerate(zip(config.steps, members, strict=True)):
         if member is not None:
-            problems += [f"{STEP}[{index}]: {each}" for each in _wrong_inputs(step, member, ends)]
-    for spec in config.outputs:
-        end = EnsembleTensor(spec, has_batch, f"output '{spec.name}' of the ensemble")
-        if (made := ends.get(spec.name)) is not None and not _agree(made, end):
-            problems.append(f"{end}, but {made}")
-    return problems
+            takers = [*_takers(config, step, member)]
+            problems += [
+                f"{STEP}[{index}]: {each}" for each in _disagreements(config, takers, ends)
+            ]
+        for each in _unfit_conditions(config, step, ends):
+            problems.append(f"parameters.{IF}{index}: {each}")
+    outputs = [
+        (spec.name, EnsembleTensor(spec, has_batch, f"output '{spec.name}' of the ensemble"))
+        for spec in config.outputs
+    ]
+    return problems + [*_disagreements(config, outputs, ends)]
 
 
 def _misfits(config: ModelConfig, step: EnsembleStep, member: ModelConfig) -> Iterator[str]:
     """Yield what is wrong with one member by itself."""
     name = f"model '{member.name}'"
-    if member.max_batch_size < config.max_batch_size:
+    if step.fan_out and member.sequences is not None:
+        yield f"{name} has sequence_batching, but the rows of '{step.fan_out[0]}' have no order"
+    if not step.fan_out and member.max_batch_size < config.max_batch_size:
         text = f"the ensemble's of {config.max_batch_size}"
         yield f"{name} has max_batch_size {member.max_batch_size}, less than {text}"
     for kind, mapped, specs in (
@@ -139,27 +206,100 @@ def _misfits(config: ModelConfig, step: EnsembleStep, member: ModelConfig) -> It
             yield f"input '{tensor}' of the ensemble is optional, but {name} needs '{spec.name}'"
 
 
-def _outputs(step: EnsembleStep, member: ModelConfig) -> dict[str, EnsembleTensor]:
-    """Return the ends at which a member makes the ensemble's tensors."""
+def _outputs(
+    config: ModelConfig, step: EnsembleStep, member: ModelConfig
+) -> Iterator[tuple[str, EnsembleTensor]]:
+    """Yield the tensors of the ensemble that a member makes, and their ends."""
     has_batch = member.max_batch_size > 0
-    return {
-        step.outputs[spec.name]: EnsembleTensor(
-            spec, has_batch, f"output '{spec.name}' of model '{member.name}'"
-        )
-        for spec in member.outputs
-        if spec.name in step.outputs
-    }
+    for spec in member.outputs:
+        if spec.name in step.outputs:
+            where = f"output '{spec.name}' of model '{member.name}'"
+            end = EnsembleTensor(spec, has_batch, where)
+            yield step.outputs[spec.name], _of_rows(config, end) if step.fan_out else end
 
 
-def _wrong_inputs(
-    step: EnsembleStep, member: ModelConfig, ends: Mapping[str, EnsembleTensor]
-) -> Iterator[str]:
+def _takers(
+    config: ModelConfig, step: EnsembleStep, member: ModelConfig
+) -> Iterator[tuple[str, EnsembleTensor]]:
+    """Yield the tensors of the ensemble that a member takes, and the ends at which it does."""
     for spec in member.inputs:
-        made = ends.get(step.inputs.get(spec.name, ""))
-        where = f"input '{spec.name}' of model '{member.name}'"
-        taken = EnsembleTensor(spec, member.max_batch_size > 0, where)
-        if made is not None and not _agree(made, taken):
-            yield f"{taken}, but {made}"
+        if (tensor := step.inputs.get(spec.name)) is not None:
+            where = f"input '{spec.name}' of model '{member.name}'"
+            end = EnsembleTensor(spec, member.max_batch_size > 0, where)
+            yield tensor, _of_rows(config, end) if tensor in step.fan_out else end
+
+
+def _of_rows(config: ModelConfig, end: EnsembleTensor) -> EnsembleTensor:
+    """Return the end of the requests of all rows together."""
+    where = f"{end.where}, for all rows,"
+    return EnsembleTensor(split_spec(end.spec), config.max_batch_size > 0, where)
+
+
+def split_spec(spec: TensorSpec) -> TensorSpec:
+    """Return the rows that requests for a tensor like this one are made of."""
+    return replace(spec, shape=(-1, *spec.shape))
+
+
+def _disagreements(
+    config: ModelConfig,
+    takers: Iterable[tuple[str, EnsembleTensor]],
+    ends: Mapping[str, Sequence[EnsembleTensor]],
+) -> Iterator[str]:
+    """Yield which takers do not agree with the ends at which their tensors are made."""
+    for tensor, taken in takers:
+        chain = _default_chain(config, tensor)
+        for made in (end for name in chain for end in ends.get(name, ())):
+            if not _agree(made, taken):
+                yield f"{taken}, but {made}"
+        default = config.defaults.get(chain[-1])
+        if default is not None and (problem := _default_problem(taken.spec, default)):
+            yield f"{taken}, but parameters.{DEFAULT}{chain[-1]} {problem}"
+
+
+def _default_chain(config: ModelConfig, tensor: str) -> list[str]:
+    """Return a tensor, the one that it defaults to, and so on."""
+    chain = [tensor]
+    while (default := config.defaults.get(chain[-1])) is not None and default.tensor:
+        if default.tensor in chain:
+            break
+        chain.append(default.tensor)
+    return chain
+
+
+def _default_problem(spec: TensorSpec, default: TensorDefault) -> str:
+    """Return why a tensor like this one cannot have this value; empty if it can."""
+    value = default.value
+    if default.tensor:
+        return ""
+    if value is None:
+        return "" if -1 in spec.shape else "is [], which needs a variable dimension"
+    if isinstance(value, str):
+        return "" if spec.datatype == "BYTES" else "is a text"
+    if spec.datatype == "BYTES":
+        return "is a number"
+    kind = "f" if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy.kind
+    if kind == "b" and value not in (0, 1):
+        return f"is {value:g}; expected true or false"
+    if kind in "iu":
+        limits = np.iinfo(DATATYPES[spec.datatype].numpy)
+        if not value.is_integer() or not limits.min <= value <= limits.max:
+            expected = f"expected a whole number from {limits.min} to {limits.max}"
+            return f"is {value:g}; {expected}"
+    return ""
+
+
+def _unfit_conditions(
+    config: ModelConfig, step: EnsembleStep, ends: Mapping[str, Sequence[EnsembleTensor]]
+) -> Iterator[str]:
+    """Yield what conditions cannot read."""
+    for each in step.condition:
+        is_text = isinstance(each.value, str)
+        for end in ends.get(each.tensor, ()):
+            if is_text != (end.spec.datatype == "BYTES"):
+                kind = "text" if is_text else "number"
+                yield f"'{each.tensor}' is compared with a {kind}, but {end}"
+            elif -1 not in end.spec.shape and num_elements(end.spec.shape) != 1:
+                yield f"'{each.tensor}' must have one element, but {end}"
 
 
 def _agree(made: EnsembleTensor, taken: EnsembleTensor) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from penstock import slo
 from penstock.config import (
     EACH_GPU,
+    ENSEMBLE,
     GPU_ENGINE,
     GPU_ENGINES,
     HEADS,
@@ -106,6 +107,11 @@ def _scaling(name: str, most: float, **more: Any) -> ConfigParameter:
     return ConfigParameter(PREFIX + name, "operate-scaling.md", field, most, **more)
 
 
+def _fan_out(name: str, field: str) -> ConfigParameter:
+    key, path = PREFIX + name, f"fan_out_limits.{field}"
+    return ConfigParameter(key, "ensembles.md", path, 1e6, is_whole=True, backend=ENSEMBLE)
+
+
 def _texts(backend: str, page: str, names: str) -> Iterator[ConfigParameter]:
     keys = [PREFIX + name for name in names.split()]
     # A language model has other datatypes, which depend on its weights.
@@ -163,6 +169,9 @@ PARAMETERS = (
     *_texts("", "batching.md", "slo env pad pad_buckets"),
     *_texts("", "backends.md", "preprocess model_inputs image postprocess model_outputs"),
     *_texts("", "operate-recording.md", "record record_share record_redact"),
+    _fan_out("fan_out_limit", "max_rows"),
+    _fan_out("fan_out_concurrency", "max_in_flight"),
+    *_texts(ENSEMBLE, "ensembles.md", "fan_out. if. default."),
     *_texts("pytorch", "backends.md", f"{_OF_PYTORCH} {_OF_SHARING}"),
     *_texts("tensorrt", "backends.md", "cuda_graphs"),
     *_texts("onnxruntime", "onnx-on-gpus.md", f"gpu_engine {_OF_ONNX}"),
@@ -200,8 +209,13 @@ _DEFAULTS = ModelConfig("", "", "", "", (), (), 0, BatchPolicy(1))
 
 
 def by_key(backend: str) -> dict[str, ConfigParameter]:
-    """Return the parameters of a backend by their keys."""
+    """Return the parameters of a backend by their keys. Those that end in a dot are prefixes."""
     return {each.key: each for each in PARAMETERS if each.backend in ("", backend)}
+
+
+def _find_prefix(key: str, there: Mapping[str, ConfigParameter]) -> ConfigParameter | None:
+    found = (each for name, each in there.items() if name.endswith(".") and key.startswith(name))
+    return next(found, None)
 
 
 def options_of(given: Mapping[str, str]) -> dict[str, str]:
@@ -317,7 +331,7 @@ class ParameterReader:
         there = by_key(self._backend)
         numbers: dict[str, float] = {}
         for key, text in self._given.items():
-            parameter = there.get(key)
+            parameter = there.get(key) or _find_prefix(key, there)
             if parameter is None and key.startswith(PREFIX):
                 self._report(key, f"unknown; expected one of {', '.join(there)}")
             elif parameter is not None and parameter.values and text:

@@ -44,6 +44,7 @@ from penstock.errors import ConfigError, InvalidRequest, first_line
 from penstock.repository import (
     accelerators,
     checksums,
+    ensemble_parameters,
     ensemble_rules,
     foreign_models,
     image_settings,
@@ -64,6 +65,7 @@ from penstock.repository import (
     python_file,
     torchscript_file,
 )
+from penstock.repository.ensemble_parameters import LIMITS
 from penstock.repository.parameters import (
     IMAGE_INPUT,
     IMAGE_SETTINGS,
@@ -435,7 +437,7 @@ class _Resolver:
         pbtxt_ensemble.refuse(message, self._problem)
         inputs, outputs, max_batch = self._tensors(ENSEMBLE, self._folder)
         reader = ParameterReader(options, ENSEMBLE, self._folder, self._problem)
-        reader.numbers()
+        numbers = {key: value for key, value in reader.numbers().items() if key in LIMITS}
         steps = pbtxt_ensemble.read_steps(message, self._problem)
         record = reader.record((*inputs, *outputs))
         self._check_tags()
@@ -451,16 +453,19 @@ class _Resolver:
             batching=BatchPolicy(max(1, max_batch)),
             num_instances=0,
             steps=steps,
+            defaults=ensemble_parameters.read_defaults(options, self._problem),
             options=parameters.options_of(options),
             record=record,
             metric_tags=dict(message.metric_tags),
             first_response_ms=buckets,
             written=to_text(message),
         )
+        config = parameters.with_numbers(config, numbers)
         problems = self._problems or ensemble_rules.graph_problems(config)
         if problems:
             raise ConfigError(problems)
         warnings = [*pbtxt_fields.unused(message), *ensemble_rules.unused_inputs(config)]
+        warnings += ensemble_rules.idle_parameters(config)
         return replace(config, warnings=(*warnings, *pbtxt_ensemble.without_effect(message)))
 
     def resolve(self) -> ModelConfig:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.config import ENSEMBLE, EnsembleStep, ModelConfig
+from penstock.repository.ensemble_parameters import LIMITS, PREFIXES, read_step_parameters
 from penstock.repository.pbtxt_fields import Proto
 
 Problem = Callable[[str, str], None]
@@ -50,7 +51,9 @@ def read_steps(message: Proto, problem: Problem) -> tuple[EnsembleStep, ...]:
     steps = message.ensemble_scheduling.step
     if not steps:
         problem(f"{FIELD}.step", "missing: an ensemble needs at least one step")
-    return tuple(_read_step(step, f"{FIELD}.step[{i}]", problem) for i, step in enumerate(steps))
+    found = [_read_step(step, f"{FIELD}.step[{i}]", problem) for i, step in enumerate(steps)]
+    given = {key: value.string_value for key, value in message.parameters.items()}
+    return read_step_parameters(given, found, problem)
 
 
 def _read_step(step: Proto, path: str, problem: Problem) -> EnsembleStep:
@@ -94,5 +97,5 @@ def without_effect(message: Proto) -> Iterator[str]:
     if message.HasField("optimization"):
         yield "optimization: has no effect; set it for the members"
     for key in sorted(message.parameters):
-        if key not in PARAMETERS:
+        if key not in (*PARAMETERS, *LIMITS) and not key.startswith(PREFIXES):
             yield f"parameters.{key}: has no effect; set it for the members"

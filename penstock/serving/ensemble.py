@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from penstock.config import ENSEMBLE, ModelConfig
 from penstock.errors import BackendFailed, Cancelled, NotReady, PenstockError
 from penstock.repository.ensemble_rules import output_fits
+from penstock.serving.batch_run import BatchRun
 from penstock.serving.called_models import check_chain
 from penstock.serving.drift import InputDrift
 from penstock.serving.ensemble_members import EnsembleMembers
@@ -54,7 +55,7 @@ class Ensemble:
         self._planner = Planner(config, 0)
         self._plans = EnsemblePlanner(config)
         self._specs = {spec.name: spec for spec in config.outputs}
-        self._runs: dict[Request, EnsembleRun] = {}
+        self._runs: dict[Request, EnsembleRun | BatchRun] = {}
         self._is_closing = False
         self._drained: list[asyncio.Future[None]] = []
 
@@ -113,8 +114,14 @@ class Ensemble:
             request.respond(error)
             return
         request.timings.queued = request.timings.dispatched = self.clock()
-        run = self._runs[request] = EnsembleRun(self, request, plan)
+        run = self._runs[request] = self._make_run(request, plan)
         run.begin()
+
+    def _make_run(self, request: Request, plan: StepPlan) -> EnsembleRun | BatchRun:
+        """Rows decide conditions each for itself, so they run by themselves."""
+        if plan.has_conditions and request.num_rows > 1:
+            return BatchRun(self, request, plan)
+        return EnsembleRun(self, request, plan, self.finish)
 
     def cancel(self, request: Request) -> None:
         """Cancel a request, with all steps that run."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from penstock.config import EnsembleStep, ModelConfig
 from penstock.errors import ConfigError, NotFound, NotReady
-from penstock.repository.ensemble_rules import STEP, find_cycle, member_problems
+from penstock.repository.ensemble_cases import STEP
+from penstock.repository.ensemble_rules import find_cycle, member_problems
 from penstock.serving.model_table import ModelTable
 from penstock.serving.served import Served
 from penstock.serving.traffic_split import TrafficSplit

@@ -8,23 +8,26 @@ those that have to wait are copied.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, TensorDefault
 from penstock.errors import BackendFailed, NotReady, PenstockError
-from penstock.repository.ensemble_rules import adapt_shape
-from penstock.serving.ensemble_plan import StepPlan, StepProgress
-from penstock.serving.ensemble_steps import member_error
+from penstock.repository.ensemble_rules import adapt_shape, split_spec
+from penstock.serving.ensemble_plan import PlannedStep, StepPlan, StepProgress
+from penstock.serving.ensemble_steps import named_error
+from penstock.serving.ensemble_values import make_default
+from penstock.serving.fan_out import FanOut, split_rows
 from penstock.serving.handed_over import HandedOver
 from penstock.serving.model import Model
 from penstock.serving.pipeline import PASSED_S
 from penstock.serving.served import Served
 from penstock.serving.tracer import member_step
 from penstock.serving.traffic_split import TrafficSplit
-from penstock.types import OutputKeeper, Request, Response, Tensor
+from penstock.types import OutputKeeper, Request, Response, Tensor, TensorSpec
 
 if TYPE_CHECKING:
     from penstock.serving.ensemble import Ensemble
@@ -32,13 +35,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.model")
 
 
+# Ends a client's request, unless it has ended.
+End = Callable[[Request, Response | PenstockError], None]
+
+
 @dataclass(frozen=True, slots=True)
 class OpenStep:
-    """A step that runs, and the model that has its request."""
+    """A step that runs, and the model that has its request; `row` of a step that fans out. `split`
+    counts it, if the model has a rollout."""
 
     index: int
     member: Served
+    split: TrafficSplit | None
     began: float
+    row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +65,31 @@ class StepKeeper:
 class EnsembleRun:
     """One client request on its way through the steps; the sink of the steps' requests.
 
-    Invariant: until it ends, `_open` has a request of each step that runs, and `_tensors` all that
-    steps to come and the answer need. It ends once: with all steps done, the first error, or a
-    cancel.
+    Invariant: until it ends, `_open` has the requests of each step that runs, and `_progress` all
+    tensors that steps to come and the answer need. It ends once: with all outputs there, the first
+    error, or a cancel.
     """
 
-    __slots__ = ("_left", "_open", "_owner", "_plan", "_progress", "_request", "_tensors")
+    __slots__ = ("_end", "_fans", "_open", "_owner", "_plan", "_progress", "_request")
 
-    def __init__(self, owner: Ensemble, request: Request, plan: StepPlan) -> None:
+    def __init__(self, owner: Ensemble, request: Request, plan: StepPlan, end: End) -> None:
         self._owner = owner
         self._request = request
         self._plan = plan
-        self._progress = StepProgress(plan)
-        self._tensors = {each.name: each for each in request.inputs if each.name in plan.uses}
-        # By tensor: how often it is still needed.
-        self._left = dict(plan.uses)
+        self._end = end
+        self._progress = StepProgress(plan, {each.name: each for each in request.inputs})
         self._open: dict[Request, OpenStep] = {}
+        # By step: the rows of those that fan out.
+        self._fans: dict[int, FanOut] = {}
         request.inputs, request.rows = (), None
 
     def begin(self) -> None:
-        try:
-            self._start(self._progress.begin(), self._request.timings.received, is_borrowed=False)
-        except Exception:  # A request that cannot be handed on must still end.
-            log.exception("%s: a request cannot be handed on", self._owner.config.name)
-            self._owner.finish(self._request, BackendFailed("internal error; this is a bug"))
+        with self._ending():
+            ready = self._progress.begin()
+            if self._progress.is_over:  # All outputs have their defaults.
+                self._finish(None)
+            else:
+                self._start(ready, self._request.timings.received, is_borrowed=False)
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         step = self._open.get(request)
@@ -87,48 +98,75 @@ class EnsembleRun:
         if (traced := self._request.steps) is not None:
             now = self._owner.clock()
             traced.append(member_step(step.member.config, request, step.began, now))
-        try:
+        with self._ending():
             if isinstance(answer, PenstockError):
                 del self._open[request]
-                self._fail(step.index, answer)
+                self._fail(step.index, answer, step.row)
             elif not final:
                 self._fail(step.index, BackendFailed("gives several answers to one request"))
             else:
                 del self._open[request]
                 self._owner.note(step, request)
-                self._take(step.index, request, answer)
-        except Exception:  # A request that cannot be handed on must still end.
-            log.exception("%s: a step's answer cannot be handed on", self._owner.config.name)
-            self._fail(step.index, BackendFailed("internal error; this is a bug"))
+                add_times(self._request, request)
+                self._take(step, request, answer)
 
     def stop(self) -> None:
         """Cancel the steps that run, whose answers are not wanted any more. Not within the turn of
         the loop in which a member answers."""
         loop, running = asyncio.get_running_loop(), self._open
         self._open = {}
-        self._tensors.clear()
+        self._fans.clear()
+        self._progress.tensors.clear()
+        for index in self._progress.skipped:
+            self._owner.steps[index].num_skipped += 1
         for request, step in running.items():
             loop.call_soon(step.member.cancel, request)
 
-    def _take(self, index: int, request: Request, answer: Response) -> None:
-        """Take the outputs of a step, which are borrowed, and go on."""
-        add_times(self._request, request)
-        names, fresh = self._owner.config.steps[index].outputs, []
-        for each in answer.outputs:
-            name = names.get(each.name)
-            if name in self._left:
-                self._tensors[name] = Tensor(name, each.datatype, each.shape, each.data)
-                fresh.append(name)
-        ready = self._progress.finish(index)
-        if not self._progress.num_left:
-            keeper = answer.keeper
-            is_whole = all(name in fresh for name in self._plan.outputs)
-            self._finish(StepKeeper(keeper, request) if is_whole and keeper else None)
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the request if it cannot go on."""
+        name = self._owner.config.name
+        try:
+            yield
+        except PenstockError as error:
+            self._end(self._request, named_error(f"in ensemble '{name}'", error))
+        except Exception:  # A request that cannot be handed on must still end.
+            log.exception("%s: a request cannot be handed on", name)
+            self._end(self._request, BackendFailed("internal error; this is a bug"))
+
+    def _take(self, step: OpenStep, request: Request, answer: Response) -> None:
+        """Take the outputs of a step, or of one of its rows; they are borrowed."""
+        if step.row is None:
+            keeper = None if answer.keeper is None else StepKeeper(answer.keeper, request)
+            self._go_on(step.index, answer.outputs, keeper)
+            return
+        fan = self._fans[step.index]
+        try:
+            has_batch = step.member.config.max_batch_size > 0
+            fan.take(step.row, answer.outputs, has_batch=has_batch)
+        except PenstockError as error:
+            self._fail(step.index, error)
+            return
+        self._send_rows(step.index, fan, self._owner.clock(), is_borrowed=False)
+
+    def _go_on(self, index: int, outputs: Sequence[Tensor], keeper: OutputKeeper | None) -> None:
+        """Hand on the outputs of a step."""
+        names = self._owner.config.steps[index].outputs
+        made = {
+            names[each.name]: Tensor(names[each.name], each.datatype, each.shape, each.data)
+            for each in outputs
+            if each.name in names
+        }
+        ready = self._progress.finish(index, made)
+        if self._progress.is_over:
+            is_whole = all(name in made for name in self._plan.outputs)
+            self._finish(keeper if is_whole else None)
             return
         self._start(ready, self._owner.clock(), is_borrowed=True)
-        for name in fresh:
+        held = {id(value) for value in self._progress.tensors.values()}
+        for tensor in made.values():
             # What later steps and the answer need outlives the member's memory.
-            if (tensor := self._tensors.get(name)) is not None:
+            if id(tensor) in held:
                 tensor.data = bytes(tensor.data)
 
     def _start(self, steps: Sequence[int], now: float, *, is_borrowed: bool) -> None:
@@ -136,78 +174,135 @@ class EnsembleRun:
         for index in steps:
             if self._request.is_done:
                 return
+            step = self._plan.steps[index]
+            assert step is not None
             try:
-                chosen = self._choose(index)
+                opened = self._choose(index, now)
+                config = opened.member.config
+                if step.fan_out:
+                    fan = self._fans[index] = self._split(step, config)
+                else:
+                    inputs = [self._use(config, *names) for names in step.inputs]
+            except PenstockError as error:
+                self._fail(index, error)
+                return
+            if not step.fan_out:
+                self._submit(opened, inputs, is_borrowed=is_borrowed)
+                continue
+            self._send_rows(index, fan, now, is_borrowed=is_borrowed)
+            if is_borrowed:
+                fan.keep()
+
+    def _choose(self, index: int, now: float, row: int | None = None) -> OpenStep:
+        """Choose the model of a step. Steps of mirrors are not split: a rollout counts what clients
+        get."""
+        members = self._owner.members
+        if self._request.is_mirror:
+            return OpenStep(index, members.find(index), None, now, row)
+        return OpenStep(index, *members.choose(index), now, row)
+
+    def _send_rows(self, index: int, fan: FanOut, now: float, *, is_borrowed: bool) -> None:
+        """Send the rows that may be in flight; go on if all are answered."""
+        if fan.is_sending:
+            return
+        fan.is_sending = True
+        while not self._request.is_done and (row := fan.next_row()) is not None:
+            try:
+                step = self._choose(index, now, row)
             except NotReady as error:
                 self._fail(index, error)
                 return
-            self._submit(index, *chosen, now, is_borrowed=is_borrowed)
+            inputs = fan.row(row, has_batch=step.member.config.max_batch_size > 0)
+            self._submit(step, inputs, is_borrowed=is_borrowed)
+        fan.is_sending = False
+        if fan.is_complete and not self._request.is_done:
+            del self._fans[index]
+            self._go_on(index, self._join(index, fan), None)
 
-    def _choose(self, index: int) -> tuple[Served, TrafficSplit | None]:
-        """Return the model of a step, and the split that counts it. Steps of mirrors are not split:
-        a rollout counts what clients get."""
-        members = self._owner.members
-        return (members.find(index), None) if self._request.is_mirror else members.choose(index)
-
-    def _submit(
-        self,
-        index: int,
-        member: Served,
-        split: TrafficSplit | None,
-        now: float,
-        *,
-        is_borrowed: bool,
-    ) -> None:
-        request, step = self._request, self._plan.steps[index]
-        assert step is not None
-        tensors = [self._use(member.config, *names) for names in step.inputs]
+    def _submit(self, step: OpenStep, tensors: list[Tensor], *, is_borrowed: bool) -> None:
+        request, member = self._request, step.member
+        planned = self._plan.steps[step.index]
+        assert planned is not None
         # A model copies what it queues into rows, if it has them; the others keep what they get.
         is_placed = isinstance(member, Model | HandedOver)
         if is_borrowed and not is_placed:
             _copy(tensors)
-        inner = type(request)(self, tensors, now, id=request.id, outputs=step.asked)
+        inner = type(request)(self, tensors, step.began, id=request.id, outputs=planned.asked)
         member.metrics.has_mirrors |= request.is_mirror
-        inner.caller, inner.priority = request.caller, request.priority
-        inner.chain = request.chain
-        inner.parameters = request.parameters
+        inherit(request, inner)
         inner.steps = None if request.steps is None else []
         if request.timeout_s is not None:
             left_s = request.timings.queued + request.timeout_s - self._owner.clock()
             inner.timeout_s = max(PASSED_S, left_s)
-        self._open[inner] = OpenStep(index, member, now)
-        if split is not None:
-            split.watch(inner, member)
+        self._open[inner] = step
+        if step.split is not None:
+            step.split.watch(inner, member)
         member.submit(inner)
         if is_borrowed and is_placed and not inner.is_done:
             _copy(inner.inputs)
 
     def _use(self, config: ModelConfig, name: str, tensor_name: str) -> Tensor:
         """Return a tensor as the member takes it; forget it if nothing else needs it."""
-        tensor = self._tensors[tensor_name]
-        self._left[tensor_name] -= 1
-        if not self._left[tensor_name]:
-            del self._tensors[tensor_name]
-        shape = tensor.shape
+        value, spec = self._progress.use(tensor_name), _find_spec(config.inputs, name)
+        has_batch = config.max_batch_size > 0
+        if isinstance(value, TensorDefault):
+            return make_default(value, spec, self._request.num_rows, has_batch=has_batch)
+        shape = value.shape
         if not self._owner.config.max_batch_size:
-            spec = next(each for each in config.inputs if each.name == name)
-            shape = adapt_shape(shape, spec, config.max_batch_size > 0)
-        return Tensor(name, tensor.datatype, shape, tensor.data)
+            shape = adapt_shape(shape, spec, has_batch)
+        return Tensor(name, value.datatype, shape, value.data)
+
+    def _split(self, step: PlannedStep, config: ModelConfig) -> FanOut:
+        """Return the rows of a step; forget the tensors that nothing else needs."""
+        has_batch = self._owner.config.max_batch_size > 0
+        inputs: list[tuple[TensorSpec, Tensor, bool]] = []
+        for name, tensor_name in step.inputs:
+            value, spec = self._progress.use(tensor_name), _find_spec(config.inputs, name)
+            is_split = tensor_name in step.fan_out
+            if isinstance(value, TensorDefault):
+                like = replace(split_spec(spec) if is_split else spec, name=tensor_name)
+                value = make_default(value, like, self._request.num_rows, has_batch=has_batch)
+            inputs.append((spec, value, is_split))
+        return split_rows(inputs, self._owner.config.fan_out_limits, has_batch=has_batch)
+
+    def _join(self, index: int, fan: FanOut) -> list[Tensor]:
+        if fan.num_rows:
+            return fan.join(())
+        planned, config = self._plan.steps[index], self._owner.members.find(index).config
+        assert planned is not None
+        return fan.join([_find_spec(config.outputs, each.name) for each in planned.asked])
 
     def _finish(self, keeper: OutputKeeper | None) -> None:
-        outputs = [self._tensors[name] for name in self._plan.outputs]
-        config = self._owner.config
-        if not config.max_batch_size:
-            specs = {spec.name: spec for spec in config.outputs}
-            for each in outputs:
-                each.shape = adapt_shape(each.shape, specs[each.name], has_batch=False)
-        self._owner.finish(self._request, self._owner.answer(outputs, keeper))
+        config, outputs = self._owner.config, list[Tensor]()
+        has_batch = config.max_batch_size > 0
+        for name in self._plan.outputs:
+            value, spec = self._progress.tensors[name], _find_spec(config.outputs, name)
+            if isinstance(value, TensorDefault):
+                made = make_default(value, spec, self._request.num_rows, has_batch=has_batch)
+                outputs.append(made)
+            else:
+                shape = value.shape if has_batch else adapt_shape(value.shape, spec, has_batch)
+                outputs.append(Tensor(name, value.datatype, shape, value.data))
+        self._end(self._request, self._owner.answer(outputs, keeper))
 
-    def _fail(self, index: int, error: PenstockError) -> None:
+    def _fail(self, index: int, error: PenstockError, row: int | None = None) -> None:
         """End the request with the error of a step."""
         config = self._owner.config
-        model = config.steps[index].model
+        where = f"in ensemble '{config.name}', model '{config.steps[index].model}'"
+        if row is not None:
+            where += f", row {row}"
         self._owner.steps[index].num_failed += 1
-        self._owner.finish(self._request, member_error(config.name, model, error))
+        self._end(self._request, named_error(where, error))
+
+
+def inherit(request: Request, inner: Request) -> None:
+    """Give a request of a step what the client's says about itself."""
+    inner.caller, inner.priority = request.caller, request.priority
+    inner.chain, inner.parameters = request.chain, request.parameters
+
+
+def _find_spec(specs: Sequence[TensorSpec], name: str) -> TensorSpec:
+    return next(each for each in specs if each.name == name)
 
 
 def _copy(tensors: Sequence[Tensor]) -> None:

@@ -18,6 +18,8 @@ class StepFigures:
 
     num_answered: int = 0
     num_failed: int = 0
+    # Requests of the ensemble that went on without it, because of a condition.
+    num_skipped: int = 0
     queue_s: float = 0.0
     compute_s: float = 0.0
     total_s: float = 0.0
@@ -43,6 +45,7 @@ def explain_ensemble(
             each.queue_s,
             each.compute_s,
             each.total_s,
+            each.num_skipped,
         )
         for step, each in zip(config.steps, figures, strict=True)
     ]
@@ -72,8 +75,8 @@ def slowest(steps: Sequence[StepState]) -> str:
     return f"The slowest step is '{most.model}' with {what}: see penstock explain {most.model}."
 
 
-def member_error(ensemble: str, model: str, error: PenstockError) -> PenstockError:
-    """Return the error of a member as the ensemble's, of the same kind, naming both."""
+def named_error(where: str, error: PenstockError) -> PenstockError:
+    """Return the error of a member as the ensemble's, of the same kind, naming both in `where`."""
     found = copy.copy(error)
-    found.args = (f"in ensemble '{ensemble}', model '{model}': {error}",)
+    found.args = (f"{where}: {error}",)
     return found

@@ -111,7 +111,8 @@ class ProcessState:
 @dataclass(frozen=True, slots=True)
 class StepState:
     """One step of an ensemble: how often its model was asked, and the sums of the times that its
-    requests waited in queues, were computed, and took in all. `version` is empty for the latest."""
+    requests waited in queues, were computed, and took in all. `version` is empty for the latest.
+    A step that fans out asks once for each row; one with a condition may be skipped."""
 
     model: str
     version: str
@@ -120,6 +121,7 @@ class StepState:
     queue_s: float
     compute_s: float
     total_s: float
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

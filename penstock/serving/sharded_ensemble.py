@@ -107,4 +107,5 @@ def _sum(parts: Sequence[StepState]) -> StepState:
         queue_s=sum(each.queue_s for each in parts),
         compute_s=sum(each.compute_s for each in parts),
         total_s=sum(each.total_s for each in parts),
+        num_skipped=sum(each.num_skipped for each in parts),
     )

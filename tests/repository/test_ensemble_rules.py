@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config import BatchPolicy, EnsembleStep, ModelConfig
+from penstock.config import BatchPolicy, EnsembleStep, ModelConfig, SequencePolicy
+from penstock.repository.ensemble_parameters import parse_condition, parse_default
 from penstock.repository.ensemble_rules import (
     adapt_shape,
     find_cycle,
     graph_problems,
+    idle_parameters,
     member_problems,
     output_fits,
     unused_inputs,
@@ -192,3 +194,149 @@ def test_answers_have_the_declared_shape():
 def test_a_cycle_is_found():
     assert find_cycle({"a": ["b"], "b": []}) == []
     assert sorted(set(find_cycle({"a": ["b"], "b": ["c"], "c": ["a"]}))) == ["a", "b", "c"]
+
+
+# Steps that fan out, conditions and defaults.
+
+CROPS = (spec("IN", (-1, 3)),)
+FAN = replace(FIRST, fan_out=("IN",), outputs={"y": "OUT"})
+
+
+def flow(*steps, inputs=IN, outputs=OUT, max_batch=4, **defaults):
+    found = {name: parse_default(text) for name, text in defaults.items()}
+    config_ = config("both", inputs, outputs, max_batch, steps)
+    return replace(config_, defaults=found)
+
+
+def when(step_, condition):
+    return replace(step_, condition=parse_condition(condition))
+
+
+def test_rows_are_what_the_member_takes_with_one_dimension_more():
+    whole = flow(FAN, inputs=CROPS, outputs=(spec("OUT", (-1, 3)),))
+    assert graph_problems(whole) == [] and member_problems(whole, (MEMBER,)) == []
+    # A row is one row, however small the member's batches are.
+    small = replace(MEMBER, max_batch_size=0)
+    assert member_problems(whole, (small,)) == []
+    [problem] = member_problems(flow(FAN, outputs=whole.outputs), (MEMBER,))
+    assert problem == (
+        "ensemble_scheduling.step[0]: input 'x' of model 'first', for all rows, is FP32 [-1, -1, "
+        "3], "
+        "but input 'IN' of the ensemble is FP32 [-1, 3]"
+    )
+    [problem] = member_problems(flow(FAN, inputs=CROPS), (MEMBER,))
+    assert problem.startswith("output 'OUT' of the ensemble is FP32 [-1, 3], but output 'y' of")
+
+
+def test_a_member_with_sequences_cannot_take_rows():
+    whole = flow(FAN, inputs=CROPS, outputs=(spec("OUT", (-1, 3)),))
+    ordered = replace(MEMBER, sequences=SequencePolicy())
+    [problem] = member_problems(whole, (ordered,))
+    assert "model 'first' has sequence_batching, but the rows of 'IN' have no order" in problem
+
+
+def test_conditions_and_defaults_need_tensors_that_are_always_there():
+    optional = spec("MAYBE", is_optional=True)
+    whole = flow(when(FIRST, "nothing > 0"), SECOND, OUT="0", between="NO", IN="1")
+    assert graph_problems(whole) == [
+        "parameters.penstock.if.0: 'nothing', which no step makes and no request brings",
+        "parameters.penstock.default.between: 'NO', which no step makes and no request brings",
+        "parameters.penstock.default.IN: no step makes 'IN'",
+    ]
+    whole = flow(
+        replace(when(FIRST, "MAYBE > 0"), inputs={"x": "IN", "w": "MAYBE"}, fan_out=("MAYBE",)),
+        SECOND,
+        inputs=(*IN, optional),
+        between="MAYBE",
+    )
+    assert graph_problems(whole) == [
+        "parameters.penstock.if.0: input 'MAYBE' is optional; a condition needs its value",
+        "parameters.penstock.fan_out.0: input 'MAYBE' is optional; its rows must be there to be "
+        "counted",
+        "parameters.penstock.default.between: input 'MAYBE' is optional; a default must be there",
+    ]
+
+
+def test_an_output_that_may_be_missing_is_refused():
+    score = spec("score", (1,))
+    [problem] = graph_problems(flow(FIRST, when(SECOND, "score > 0.5"), inputs=(*IN, score)))
+    assert problem.startswith("output: 'OUT' does not exist when score is 0.5; expected a step")
+    whole = flow(FIRST, when(SECOND, "score > 0.5"), inputs=(*IN, score), OUT="between")
+    assert graph_problems(whole) == []
+
+
+def test_conditions_and_defaults_are_part_of_cycles():
+    first = when(FIRST, "OUT > 0")
+    [problem] = graph_problems(flow(first, SECOND))
+    assert problem.startswith("ensemble_scheduling.step: a cycle: step ")
+    [problem] = graph_problems(flow(FIRST, SECOND, between="OUT"))
+    assert problem.startswith("ensemble_scheduling.step: a cycle: step ")
+    steps = step("a", {"x": "IN"}, {"y": "p"}), step("b", {"x": "IN"}, {"y": "q"})
+    made = (spec("p"), spec("q"))
+    [problem] = graph_problems(flow(*steps, outputs=made, p="q", q="p"))
+    assert "a cycle: 'p' -> 'q' -> 'p'" in problem or "a cycle: 'q' -> 'p' -> 'q'" in problem
+
+
+@pytest.mark.parametrize(
+    ("shape", "datatype", "condition", "found"),
+    [
+        ((2,), "FP32", "score > 0", "'score' must have one element, but input 'score' of the"),
+        ((1,), "BYTES", "score > 0", "'score' is compared with a number, but input 'score'"),
+        ((1,), "FP32", 'score == "a"', "'score' is compared with a text, but input 'score'"),
+    ],
+)
+def test_conditions_read_one_element_of_their_kind(shape, datatype, condition, found):
+    score = spec("score", shape, datatype)
+    whole = flow(FIRST, when(SECOND, condition), inputs=(*IN, score), OUT="between")
+    [problem] = member_problems(whole, members())
+    assert problem.startswith(f"parameters.penstock.if.1: {found}")
+
+
+@pytest.mark.parametrize(
+    ("datatype", "default", "found"),
+    [
+        ("FP32", '"none"', "is a text"),
+        ("FP32", "[]", "is [], which needs a variable dimension"),
+        ("INT8", "200", "is 200; expected a whole number from -128 to 127"),
+        ("INT8", "0.5", "is 0.5; expected a whole number from -128 to 127"),
+        ("BOOL", "2", "is 2; expected true or false"),
+        ("BYTES", "2", "is a number"),
+        ("BF16", "0.5", ""),
+        ("BYTES", '"none"', ""),
+        ("FP32", "IN", ""),
+    ],
+)
+def test_defaults_must_fit_their_tensor(datatype, default, found):
+    inputs = (spec("IN", (3,), datatype),)
+    made = replace(
+        MEMBER, inputs=(spec("x", (3,), datatype),), outputs=(spec("y", (3,), datatype),)
+    )
+    outputs = (spec("OUT", (3,), datatype),)
+    whole = flow(when(FAN, "IN > 0"), inputs=inputs, outputs=outputs, OUT=default)
+    whole = replace(whole, steps=(replace(whole.steps[0], fan_out=(), condition=()),))
+    problems = member_problems(whole, (made,))
+    if not found:
+        assert problems == []
+    else:
+        [problem] = problems
+        assert problem.endswith(f", but parameters.penstock.default.OUT {found}")
+
+
+def test_a_tensor_that_is_a_default_must_agree():
+    inputs = (*IN, spec("other", (2,)))
+    [problem] = member_problems(flow(FIRST, SECOND, inputs=inputs, between="other"), members())
+    assert problem == (
+        "ensemble_scheduling.step[1]: input 'x' of model 'second' is FP32 [-1, 3], but input "
+        "'other' of the ensemble is FP32 [-1, 2]"
+    )
+
+
+def test_parameters_without_effect_are_told():
+    whole = flow(FIRST, SECOND, OUT="0")
+    whole = replace(whole, options={"penstock.fan_out_limit": "5"})
+    assert graph_problems(whole) == []
+    assert idle_parameters(whole) == [
+        "parameters.penstock.default.OUT: has no effect; a step always makes 'OUT'",
+        "parameters.penstock.fan_out_limit: has no effect; no step fans out",
+    ]
+    assert unused_inputs(flow(FIRST, when(SECOND, "IDLE"), inputs=(*IN, spec("IDLE")))) == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import EnsembleStep
+from penstock.config import Comparison, EnsembleStep, FanOutLimits, TensorDefault
 from penstock.errors import ConfigError
 from penstock.repository import layout, pbtxt
 
@@ -137,3 +137,45 @@ def test_a_missing_map_of_a_member_that_has_no_effect_names_the_step() -> None:
     message = pbtxt.parse(ENSEMBLE + "ensemble_scheduling { step { model_name: 'm' } }")
     with pytest.raises(ConfigError, match=r"step\[0\].input_map: missing"):
         pbtxt.resolve(message, "both", Path("both/1"))
+
+
+FLOW = """
+input { name: "FLAG" data_type: TYPE_BOOL dims: 1 }
+parameters { key: "penstock.fan_out.first" value { string_value: "IN" } }
+parameters { key: "penstock.if.1" value { string_value: "FLAG" } }
+parameters { key: "penstock.default.OUT" value { string_value: "0.5" } }
+parameters { key: "penstock.fan_out_limit" value { string_value: "10" } }
+parameters { key: "penstock.fan_out_concurrency" value { string_value: "2" } }
+"""
+
+
+def test_conditions_and_steps_that_fan_out_are_parameters(tmp_path: Path) -> None:
+    [config] = read(tmp_path, ENSEMBLE + STEPS + FLOW).configs
+    assert config.steps[0].fan_out == ("IN",) and config.steps[0].condition == ()
+    assert config.steps[1].condition == (Comparison("FLAG", "!=", 0.0),)
+    assert config.defaults == {"OUT": TensorDefault(value=0.5)}
+    assert config.fan_out_limits == FanOutLimits(10, 2)
+    assert config.warnings == ()
+    again = pbtxt.resolve(pbtxt.parse(pbtxt.describe(config)), "both", tmp_path / "both" / "1")
+    assert again == config
+    assert pbtxt.to_json(config)["parameters"]["penstock.if.1"] == {"string_value": "FLAG"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        (("fan_out.first", "fan_out.7"), "parameters.penstock.fan_out.7: no step '7'"),
+        (
+            ('"10"', '"no"'),
+            "parameters.penstock.fan_out_limit: 'no' is not a whole number above 0 up to 1e+06",
+        ),
+        (('"0.5"', '"0.5 5"'), "parameters.penstock.default.OUT: '0.5 5': expected a number"),
+        (("default.OUT", "default.LOST"), "parameters.penstock.default.LOST: no step makes"),
+        (('"FLAG" } }', '"FLAG >" } }'), "parameters.penstock.if.1: 'FLAG >': expected"),
+    ],
+)
+def test_wrong_flows_are_told_with_their_path(
+    tmp_path: Path, changed: tuple[str, str], found: str
+) -> None:
+    [problem] = problems(tmp_path, ENSEMBLE + STEPS + FLOW.replace(*changed))
+    assert problem.startswith(found)
