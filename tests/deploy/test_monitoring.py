@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 ALERTS, ALERTS_TEST = FOLDER / "alerts.yaml", FOLDER / "alerts_test.yaml"
 BOARDS = sorted((FOLDER / "grafana").glob("*.json"))
 DOCS = Path(__file__).parents[2] / "docs" / "observability.md"
+OPERATE = DOCS.parent / "operate.md"
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 NAMES = [rule["alert"] for rule in RULES if "alert" in rule]
 # What Grafana puts in place of its variables.
@@ -124,6 +125,8 @@ def test_alerts_say_what_happens_and_what_to_do() -> None:
         if "alert" in rule:
             assert rule["labels"]["severity"] in ("page", "ticket")
             assert rule["annotations"].keys() == {"summary", "description"}
+    documented = OPERATE.read_text()
+    assert [name for name in NAMES if f"`{name}`" not in documented] == []
 
 
 # promtool
