@@ -466,7 +466,7 @@ def item(
         ("floats", [item(datatype="FP16", fp32_contents=[1, 2])], [], "input 'x'"),
         ("floats", [item(datatype="FP8")], [bytes(2)], "input 'x'"),
         ("floats", [item(int_contents=[1, 2])], [], "input 'x'"),
-        ("floats", [], [], "no inputs"),
+        ("floats", [], [], "got 0 inputs"),
         ("strings", [item(datatype="BYTES")], [b"\1\0\0\0a"], "input 'x'"),
         ("strings", [item(datatype="BYTES")], [b"\xff\xff\xff\xffab"], "input 'x'"),
         ("strings", [item(datatype="BYTES")], [b"\1\0\0\0a\1\0"], "input 'x'"),
