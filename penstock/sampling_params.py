@@ -6,11 +6,20 @@ Names are those of OpenAI's API and vLLM. The decoders in `wire/` check the valu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 # Temperatures below it count as 0; the logits are divided by the temperature.
 COLDEST = 1e-5
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """What the generated text must be: JSON that fits a schema, a match of a regular expression, or
+    a text of a grammar, in llguidance's Lark or as EBNF."""
+
+    kind: Literal["json_schema", "regex", "lark", "ebnf"]
+    text: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -47,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
     num_logprobs: int | None = None
     # The same for prompt tokens; the prompt is then computed without the prefix cache.
     num_prompt_logprobs: int | None = None
+    # The text fits it when it ends by itself; see `llm.grammars`.
+    constraint: Constraint | None = None
     # Lower values come first.
     priority: int = 0
     # Only requests with the same salt share cached prompts.

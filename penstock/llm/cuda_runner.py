@@ -12,6 +12,7 @@ after the graph.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,8 @@ from penstock.backends.torch_cuda import Cuda
 from penstock.errors import first_line
 from penstock.llm import operations
 from penstock.llm.cache import Cache
-from penstock.llm.logits import prompt_logprobs, wants_prompts
+from penstock.llm.constrained import TokenMasks
+from penstock.llm.logits import forbid_rows, prompt_logprobs, wants_prompts
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Fused, Places
@@ -69,6 +71,27 @@ class Staged:
     extras: Tensor
     sampled_tokens: Tensor
     mark: torch.cuda.Event | None = None
+    # How much of `extras` the step uses.
+    num_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChunks:
+    """The chunks of a step whose next tokens are sampled, each with its row of the logits, of the
+    block table and of the batch table."""
+
+    chunks: list[Chunk]
+    places: list[int]
+    rows: Array
+    lines: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Resampled:
+    """Chunks that were sampled again, by their place among the sampled ones."""
+
+    places: list[int]
+    step: SampledStep
 
 
 @dataclass(slots=True)
@@ -80,11 +103,15 @@ class LaunchedStep:
     sampled_tokens: Tensor
     # Index into `sampled_tokens` for each sampled chunk.
     places: list[int]
-    # Sampled chunks that were sampled again, by their place among the sampled ones.
-    others: list[int] = field(default_factory=list)
-    resampled: SampledStep | None = None
+    resampled: list[Resampled] = field(default_factory=list)
     prompt_logprobs: Many[PromptLogprobsChunk] = ()
+    # Samples the constrained chunks, of which there are some.
+    sample_masked: Callable[[LaunchedStep, TokenMasks], None] | None = None
     _tokens: list[int] | None = None
+
+    def constrain(self, masks: TokenMasks) -> None:
+        assert self.sample_masked is not None, "a sequence of the step is constrained"
+        self.sample_masked(self, masks)
 
     @property
     def tokens(self) -> list[int]:
@@ -98,8 +125,8 @@ class LaunchedStep:
     @property
     def logprobs(self) -> list[Logprobs | None]:
         found: list[Logprobs | None] = [None] * len(self.places)
-        if self.resampled is not None:
-            for place, each in zip(self.others, self.resampled.logprobs, strict=True):
+        for again in self.resampled:
+            for place, each in zip(again.places, again.step.logprobs, strict=True):
                 found[place] = each
         return found
 
@@ -207,14 +234,28 @@ class CudaRunner:
                 hidden = self._run_eagerly(layout, staged, places)
                 places = list(range(len(places)))
                 prompts = prompt_logprobs(BatchStep(chunks), hidden, self._decoder.logits)
-            chosen = [step.chunks[number] for number in sampled]
-            again = self._sample_again(chosen, places, rows[where[sampled]])
-            num = max(places, default=-1) + 1
-            if num:
-                staged.sampled_tokens[:num].copy_(self._sampled_tokens[:num], non_blocking=True)
-            end = self._device.mark("compute")
-        staged.mark = end
-        return LaunchedStep(begin, end, staged.sampled_tokens[:num], places, *again, prompts)
+            chosen = SampledChunks(
+                [step.chunks[number] for number in sampled],
+                places,
+                rows[where[sampled]],
+                layout.ends[where[sampled]],
+            )
+            others = [n for n, each in enumerate(chosen.chunks) if is_other(each)]
+            again = [self._sample_again(chosen, others)] if others else []
+            end = self._copy_tokens(staged, places)
+        num = max(places, default=-1) + 1
+        found = LaunchedStep(begin, end, staged.sampled_tokens[:num], places, again, prompts)
+        if any(is_constrained(chunk) for chunk in chosen.chunks):
+            found.sample_masked = partial(self._sample_masked, staged, chosen)
+        return found
+
+    def _copy_tokens(self, staged: Staged, places: list[int]) -> torch.cuda.Event:
+        """Copy the sampled tokens to the host; return the event that follows."""
+        num = max(places, default=-1) + 1
+        if num:
+            staged.sampled_tokens[:num].copy_(self._sampled_tokens[:num], non_blocking=True)
+        staged.mark = self._device.mark("compute")
+        return staged.mark
 
     # Inputs of a step.
 
@@ -282,6 +323,7 @@ class CudaRunner:
         if at + len(flat) > len(staged.extras):
             self._device.mark("compute").synchronize()
             staged.extras = self._pinned(2 * (at + len(flat)), torch.int64)
+        staged.num_used = at + len(flat)
         part = staged.extras[at : at + len(flat)]
         part.numpy()[:] = flat
         return part.to(self._batch_table.device, non_blocking=True)
@@ -340,20 +382,52 @@ class CudaRunner:
         operations.sample_rows(logits, batch_table, self._sampled_tokens[:num], self._last)
 
     def _sample_again(
-        self, chunks: Many[Chunk], places: list[int], rows: Array
-    ) -> tuple[list[int], SampledStep | None]:
-        """Sample again, from the same logits, the rows that need more than the graph does."""
-        others = [number for number, chunk in enumerate(chunks) if is_other(chunk)]
-        if not others:
-            return [], None
-        asked = [row_of(chunks[number]) for number in others]
+        self, chosen: SampledChunks, others: list[int], masks: TokenMasks | None = None
+    ) -> Resampled:
+        """Sample again, from the same logits, the chunks that need more than the graph does."""
+        asked = [row_of(chosen.chunks[number]) for number in others]
         device = self._batch_table.device
-        where = torch.tensor([places[number] for number in others], device=device)
-        sampled = sample(self._logits[where], asked)
+        where = torch.tensor([chosen.places[number] for number in others], device=device)
+        sampled = sample(self._logits[where], asked, masks)
         tokens = sampled.tokens.int()
         self._sampled_tokens[where] = tokens
-        self._last[torch.from_numpy(rows[others]).to(device).long()] = tokens
-        return others, SampledStep(sampled, [row.params.num_logprobs for row in asked])
+        self._last[torch.from_numpy(chosen.rows[others]).to(device).long()] = tokens
+        return Resampled(others, SampledStep(sampled, [row.params.num_logprobs for row in asked]))
+
+    def _sample_masked(
+        self, staged: Staged, chosen: SampledChunks, launched: LaunchedStep, masks: TokenMasks
+    ) -> None:
+        """Sample the constrained chunks of a launched step, from the same logits."""
+        plain: list[int] = []
+        others: list[int] = []
+        for number, place in enumerate(masks.places):
+            (others if has_extras(chosen.chunks[place]) else plain).append(number)
+        with torch.inference_mode(), self._device.lane("compute"):
+            if plain:
+                found = [masks.places[number] for number in plain]
+                self._sample_plain(staged, chosen, found, masks.words[plain])
+            if others:
+                found = [masks.places[number] for number in others]
+                own = TokenMasks(masks.words[others], range(len(others)), {})
+                launched.resampled.append(self._sample_again(chosen, found, own))
+            launched.end = self._copy_tokens(staged, launched.places)
+
+    def _sample_plain(
+        self, staged: Staged, chosen: SampledChunks, found: list[int], words: Array
+    ) -> None:
+        """Sample masked chunks as the graph does, without waiting for the device."""
+        places = np.array([chosen.places[number] for number in found], np.int64)
+        flat = np.zeros(-(-words.size // 2), np.int64)
+        flat.view(np.int32)[: words.size] = words.ravel()
+        index = [places, chosen.lines[found].astype(np.int64), flat]
+        sent = self._sent(staged, index, staged.num_used)
+        num = len(found)
+        where, lines = sent[:num], sent[num : 2 * num]
+        masked = sent[2 * num :].view(torch.int32)[: words.size].view(num, -1)
+        logits = forbid_rows(self._logits[where], masked)
+        tokens = torch.empty(num, dtype=torch.int32, device=logits.device)
+        operations.sample_rows(logits, self._batch_table[lines], tokens, self._last)
+        self._sampled_tokens[where] = tokens
 
     # Memory.
 
@@ -376,6 +450,7 @@ class CudaRunner:
         if staged.mark is not None:
             # Wait until all copies from and to it are done.
             staged.mark.synchronize()
+        staged.num_used = 0
         return staged
 
     def _stage(self) -> Staged:
@@ -400,12 +475,25 @@ class CudaRunner:
 
 
 def is_other(chunk: Chunk) -> bool:
-    """Return whether the chunk needs more sampling features than a graph has."""
+    """Return whether the chunk needs more sampling features than a graph has. Those of constrained
+    sequences are sampled when their masks are known."""
     params = chunk.sequence.params
-    if params.has_penalties or params.logit_bias or params.num_logprobs is not None:
+    if is_constrained(chunk):
+        return False
+    if has_extras(chunk):
         return True
     is_held = chunk.end - chunk.sequence.num_prompt < params.min_tokens
     return is_held and bool(params.stop_token_ids)
+
+
+def has_extras(chunk: Chunk) -> bool:
+    """Return whether the chunk has penalties, a bias or logprobs."""
+    params = chunk.sequence.params
+    return bool(params.has_penalties or params.logit_bias or params.num_logprobs is not None)
+
+
+def is_constrained(chunk: Chunk) -> bool:
+    return chunk.sequence.params.constraint is not None
 
 
 def parameters_of(params: SamplingParams) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +19,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
+from penstock.llm.constrained import ConstrainedSequences, TokenMasks
 from penstock.llm.messages import GenerateRequest, Logprobs, PromptLogprobsChunk, TokenEvent
 from penstock.llm.pace import StepTimeModel, StepWork
 from penstock.llm.scheduler import BatchStep, Scheduler
@@ -43,6 +44,9 @@ class StepResult(Protocol):
     def logprobs(self) -> Many[Logprobs | None]: ...
     @property
     def prompt_logprobs(self) -> Many[PromptLogprobsChunk]: ...
+
+    def constrain(self, masks: TokenMasks) -> None:
+        """Sample the constrained sequences, before the next step is run."""
 
 
 class EngineRunner(Protocol):
@@ -75,6 +79,10 @@ class Engine:
     num_ahead: int = 0
     # Prompt logprobs not yet taken by the caller.
     prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
+    # None: requests with a constraint are refused.
+    constrained: ConstrainedSequences | None = None
+    # Requests that a grammar ended, with the reason; not yet taken by the caller.
+    failures: dict[int, str] = field(default_factory=dict)
     _in_flight: deque[StepInFlight] = field(default_factory=deque)
     # Moving average of the tokens that a sequence generates.
     _usual: float | None = None
@@ -118,6 +126,8 @@ class Engine:
             sequence.leader = made[0] if made else None
             made.append(sequence)
             self.scheduler.add(sequence)
+            if self.constrained is not None and params.constraint is not None:
+                self.constrained.add(sequence)
 
     def give_up(self, request: int, reason: Reason = "abort") -> None:
         """Abort a request; its blocks are free for the next step."""
@@ -135,21 +145,60 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Launch the next step, and return the new tokens of the oldest step in flight; empty if
         there is nothing to do."""
+        if self.constrained is not None:
+            self._note_failures(self.constrained.release())
         began = self.clock()
         limit = self.scheduler.limits.max_tokens
         step = self.scheduler.plan(self.pace.max_tokens(self._work(), limit))
         self.scheduler.note_begun(step, began)
         if not step.chunks:
+            if not self._in_flight and self.constrained is not None:
+                self.constrained.pause()
             return self._finish() if self._in_flight else []
         events: list[TokenEvent] = []
         if any(chunk.sequence.params.has_penalties for chunk in step.chunks):
             # Penalties depend on tokens that are still in flight.
             while self._in_flight:
                 events += self._finish()
-        self._in_flight.append(StepInFlight(step, self.runner.run(step), began))
+        result, finished = self._run(step)
+        events += finished
+        self._in_flight.append(StepInFlight(step, result, began))
         while len(self._in_flight) > self.num_ahead:
             events += self._finish()
         return events
+
+    def _run(self, step: BatchStep) -> tuple[StepResult, list[TokenEvent]]:
+        """Launch a step; return it and the events of steps that had to end before. The masks of
+        constrained sequences depend on all tokens before: they are computed while the model runs,
+        which nothing else of the step waits for."""
+        constrained = self.constrained
+        if constrained is None or not constrained.has(step):
+            return self.runner.run(step), []
+        masks = None if self._in_flight else constrained.fill(step)
+        result = self.runner.run(step)
+        events: list[TokenEvent] = []
+        while self._in_flight:
+            events += self._finish()
+        found = (masks or constrained.fill(step)).result()
+        self._note_failures(found.failures)
+        result.constrain(found)
+        return result, events
+
+    def _note_failures(self, failures: Mapping[Sequence, str]) -> None:
+        for sequence, reason in failures.items():
+            if sequence.request in self._sequences:
+                self.failures[sequence.request] = reason
+                self.give_up(sequence.request, "error")
+
+    def _take_tokens(self, new: Many[tuple[Sequence, int]]) -> None:
+        """End the constrained sequences whose text is complete."""
+        if self.constrained is None:
+            return
+        for sequence, token in new:
+            if self.constrained.accept(sequence, token):
+                self.scheduler.end(sequence, "stop")
+                # Also if it has reached its limit with this token.
+                sequence.reason = "stop"
 
     def _finish(self) -> list[TokenEvent]:
         """Commit the oldest step in flight."""
@@ -162,6 +211,7 @@ class Engine:
             each for each in result.prompt_logprobs if each.request in self._sequences
         ]
         new = self.scheduler.commit(step, tokens)
+        self._take_tokens(new)
         now = self.clock()
         self.pace.add(_work_of(step), now - max(done.began, self._committed))
         self._committed = now
@@ -200,6 +250,8 @@ class Engine:
             )
         if request.params.n > MAX_CHOICES:
             raise InvalidRequest(f"n is {request.params.n}; expected at most {MAX_CHOICES}")
+        if request.params.constraint is not None and self.constrained is None:
+            raise InvalidRequest("this engine has no grammars")
         refusal = self._refusal(request)
         if refusal is not None:
             if request.num_following:
@@ -231,6 +283,8 @@ class Engine:
                 self._forget(each)
 
     def _forget(self, sequence: Sequence) -> None:
+        if self.constrained is not None:
+            self.constrained.forget(sequence)
         # A request for logprobs of the prompt scores it; its length is not that of a usual text.
         is_text = sequence.params.num_prompt_logprobs is None
         if is_text and sequence.reason in ("stop", "length"):

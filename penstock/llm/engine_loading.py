@@ -9,7 +9,9 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +19,7 @@ from penstock.config import CPU
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm import messages
 from penstock.llm.blocks import BlockPool
+from penstock.llm.constrained import ConstrainedSequences
 from penstock.llm.engine import Engine
 from penstock.llm.pace import StepTimeModel, Targets
 from penstock.llm.scheduler import Scheduler, StepLimits
@@ -26,6 +29,9 @@ from penstock.repository.manifest import check_digests
 from penstock.sampling_params import SamplingParams
 from penstock.system import devices, garbage
 from penstock.wire.frames import EngineReady
+
+if TYPE_CHECKING:
+    from penstock.llm.grammars import Grammars
 
 log = logging.getLogger("penstock.engine")
 # Warm-up prompts that show how long steps take, as shares of the largest step, and output tokens.
@@ -86,6 +92,8 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     runner, facts = loading.open_runner(settings, decoder, cache, limits)
     clock = time.monotonic
     engine = Engine(scheduler, runner, pace, clock, settings.max_waiting, runner.num_ahead)
+    grammars = partial(open_grammars, settings)
+    engine.constrained = ConstrainedSequences(grammars, settings.num_threads)
     if settings.ttft_s is not None:
         learn_pace(engine)
     built = {
@@ -98,6 +106,15 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
         **facts,
     }
     return engine, built
+
+
+def open_grammars(settings: messages.EngineSettings) -> Grammars:
+    """Return the grammars for the model's tokens."""
+    from penstock.llm.grammars import Grammars
+    from penstock.llm.text_files import read_text
+
+    text = read_text(settings.path, is_made_up=settings.is_made_up)
+    return Grammars(text.vocabulary, partial(text.encode, is_whole=False))
 
 
 def learn_pace(engine: Engine) -> None:

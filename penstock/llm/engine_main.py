@@ -53,6 +53,7 @@ class EngineProcess:
             while self._take_messages():
                 if self._engine is not None:
                     self._step(self._engine)
+                    self._tell_failures(self._engine)
         finally:
             self._links.close()
 
@@ -162,6 +163,12 @@ class EngineProcess:
         for event in events:
             if event.reason:
                 self._check_open(engine, event.request)
+
+    def _tell_failures(self, engine: Engine) -> None:
+        """Answer the requests whose grammar failed."""
+        failures, engine.failures = engine.failures, {}
+        for request, reason in failures.items():
+            self._fail([request], reason)
 
     def _check_open(self, engine: Engine, request: int) -> None:
         if not engine.has(request):

@@ -8,6 +8,7 @@ paths to use instead.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import secrets
 import time
@@ -36,7 +37,7 @@ from penstock.llm.settings import check_packages, settings_of
 from penstock.llm.text_recorder import tap
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.child import StartLife
-from penstock.sampling_params import SamplingParams
+from penstock.sampling_params import Constraint, SamplingParams
 from penstock.serving.core_link import EngineCore
 from penstock.serving.drift import InputDrift
 from penstock.serving.explain import Explanation, InstanceState
@@ -50,6 +51,8 @@ from penstock.wire.frames import EngineReady
 log = logging.getLogger("penstock.llm")
 # Time between attempts of a shard to load its renderer.
 LOAD_AGAIN_S = 5.0
+# The package that compiles grammars.
+GRAMMARS = "llguidance"
 
 TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
@@ -235,6 +238,15 @@ class LanguageModel:
     ) -> None:
         """Apply the chat template, tokenize the result and pass the tokens to the asker."""
         self._renderer.encode_chat(messages, options, self.max_chars, asker)
+
+    def check_constraint(self, constraint: Constraint, asker: Asker) -> None:
+        """Check the grammar of structured output; the asker gets no tokens if it can be used."""
+        if importlib.util.find_spec(GRAMMARS) is None:
+            raise InvalidRequest(
+                f"structured output needs the package '{GRAMMARS}', which is not installed; "
+                'pip install "penstock[llm]" brings it'
+            )
+        self._renderer.check(constraint, asker)
 
     def new_generation(
         self, tokens: Sequence[int], params: SamplingParams, sink: GenerationSink

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.llm.constrained import TokenMasks
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.scheduler import BatchStep, Chunk
 from penstock.sampling_params import SamplingParams
@@ -46,6 +48,25 @@ def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         if banned := [token for token in row.banned if token < logits.shape[1]]:
             found[place, banned] = float("-inf")
     return found
+
+
+def forbid(logits: Tensor, masks: TokenMasks) -> Tensor:
+    """Return logits without the tokens that the masks of their rows exclude."""
+    places = torch.tensor(masks.places, device=logits.device)
+    words = torch.from_numpy(masks.words).to(logits.device)
+    found = logits.clone()
+    found[places] = forbid_rows(logits[places], words)
+    return found
+
+
+def forbid_rows(logits: Tensor, words: Tensor) -> Tensor:
+    """The same for one row of words for each row of logits."""
+    bits = torch.arange(32, device=logits.device, dtype=torch.int32)
+    is_allowed = ((words[:, :, None] >> bits) & 1).flatten(1).bool()
+    size = logits.shape[1]
+    # Tokens that only the model has are not in any text.
+    is_allowed = F.pad(is_allowed, (0, max(0, size - is_allowed.shape[1])))[:, :size]
+    return logits.masked_fill(~is_allowed, float("-inf"))
 
 
 def penalised(logits: Tensor, row: SamplingRow) -> Tensor:

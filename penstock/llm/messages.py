@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.config import DEFAULT_HANG_S
 from penstock.llm.token_bytes import Vocabulary
-from penstock.sampling_params import SamplingParams
+from penstock.sampling_params import Constraint, SamplingParams
 from penstock.wire.frames import (
     MAX_FRAME_BYTES,
     Attach,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Tokens = array[int]
 else:  # Python 3.11 has no generic arrays.
     Tokens = array
-VERSION = 2
+VERSION = 3
 # From integers, or from their bytes.
 pack_tokens = partial(array, "I")
 # Limit of a prompt; the other fields of a message are small.
@@ -204,6 +204,13 @@ class EncodeChat(Frame, tag="chat"):
     max_chars: int
 
 
+class CheckGrammar(Frame, tag="grammar"):
+    """Compile a grammar to see whether it is valid and small enough; answered by no tokens."""
+
+    job: int
+    constraint: Constraint
+
+
 class TextReady(Frame, tag="ready"):
     version: int
     vocabulary: Vocabulary
@@ -230,7 +237,7 @@ ToEngine = LoadEngine | Attach | Stop
 FromEngine = EngineReady | StartFailed
 ShardToEngine = GenerateRequest | GiveUp | EndText
 EngineToShard = PromptLogprobsChunk | StepReport | RequestRefused | StepFailed
-EncodeJob = EncodeTexts | EncodeChat
+EncodeJob = EncodeTexts | EncodeChat | CheckGrammar
 ToRenderer = LoadText | EncodeJob | Stop
 FromRenderer = TextReady | StartFailed | Encoded | NotEncoded
 Datagram = bytes | memoryview

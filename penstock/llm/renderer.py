@@ -36,19 +36,22 @@ from penstock.processes.life import ProcessLife
 from penstock.processes.parts import Joiner, split
 from penstock.processes.restarted import RestartedProcess
 from penstock.processes.restarts import backoff_s
+from penstock.sampling_params import Constraint
 from penstock.wire.frames import StartFailed, Stop
 
 log = logging.getLogger("penstock.llm")
 RendererLife: StartLife = partial(ProcessLife, module="penstock.llm.renderer_main")
-Lane = Literal["chat", "short", "long"]
-# Concurrent jobs. Short texts and chats each have a slot that long ones cannot take.
-SLOTS: Mapping[Lane, int] = {"chat": 1, "short": 1, "long": 2}
+Lane = Literal["chat", "short", "long", "grammar"]
+# Concurrent jobs. Short texts, chats and grammars each have a slot that long texts cannot take.
+SLOTS: Mapping[Lane, int] = {"chat": 1, "short": 1, "long": 2, "grammar": 1}
 # A job that runs this long gives its slot up to the next one, so that one slow chat template or
 # tokenizer does not block its model's other clients. At most MAX_SLOW run without a slot.
 SLOW_S, MAX_SLOW = 0.25, 2
 # Characters of the longest job that counts as short: about a millisecond.
 MAX_SHORT = 2000
 STOP_S = 2.0
+# Grammars whose check is remembered.
+MAX_CHECKED = 128
 ERRORS = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
 
 
@@ -106,8 +109,17 @@ class RenderJob:
 
     @property
     def what(self) -> str:
-        is_chat = isinstance(self.message, messages.EncodeChat)
-        return "chat template and tokenizer" if is_chat else "tokenizer"
+        match self.message:
+            case messages.CheckGrammar():
+                return "grammar"
+            case messages.EncodeChat():
+                return "model's chat template and tokenizer"
+        return "model's tokenizer"
+
+    def blame(self, text: str) -> PenstockError:
+        """Return the error of a job that broke a limit: a grammar is the client's."""
+        is_grammar = isinstance(self.message, messages.CheckGrammar)
+        return (InvalidRequest if is_grammar else BackendFailed)(f"the {self.what} {text}")
 
 
 class Renderer:
@@ -135,6 +147,8 @@ class Renderer:
         self._joiner = Joiner()
         # The job whose time limit the process is being killed for.
         self._overdue: RenderJob | None = None
+        # Grammars that were checked, the last used one last, with what was wrong.
+        self._checked: dict[Constraint, InvalidRequest | None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -159,6 +173,18 @@ class Renderer:
         told, settings = msgspec.json.encode(asked), msgspec.json.encode(options)
         message = messages.EncodeChat(next(self._numbers), told, settings, max_chars)
         self._submit(message, len(told) + len(settings), "chat", asker)
+
+    def check(self, constraint: Constraint, asker: Asker) -> None:
+        """Compile a grammar. The asker gets no tokens if it is valid, or InvalidRequest; at once
+        for one that was checked before."""
+        if constraint in self._checked:
+            error = self._checked[constraint] = self._checked.pop(constraint)
+            if error is not None:
+                raise InvalidRequest(str(error))
+            asker.encoded([])
+            return
+        message = messages.CheckGrammar(next(self._numbers), constraint)
+        self._submit(message, len(constraint.text), "grammar", asker)
 
     def _submit(self, message: messages.EncodeJob, size: int, lane: Lane, asker: Asker) -> None:
         if self.process.is_stopping:
@@ -234,6 +260,7 @@ class Renderer:
             self._pump()
 
     def _tell(self, job: RenderJob, outcome: list[list[int]] | PenstockError) -> None:
+        self._remember(job.message, outcome)
         try:
             if isinstance(outcome, PenstockError):
                 job.asker.failed(outcome)
@@ -243,6 +270,16 @@ class Renderer:
             log.exception("%s: tokens cannot be handed over", self.name)
         if not any(True for _ in self._jobs()):
             self._idle.set()
+
+    def _remember(
+        self, message: messages.EncodeJob, outcome: list[list[int]] | PenstockError
+    ) -> None:
+        is_known = isinstance(outcome, list | InvalidRequest)
+        if isinstance(message, messages.CheckGrammar) and is_known:
+            error = outcome if isinstance(outcome, InvalidRequest) else None
+            self._checked[message.constraint] = error
+            if len(self._checked) > MAX_CHECKED:
+                del self._checked[next(iter(self._checked))]
 
     def _fail_all(self, error: PenstockError) -> None:
         jobs = list(self._jobs())
@@ -303,12 +340,10 @@ class Renderer:
             jobs.remove(overdue)
             for job in reversed(jobs):
                 self._queues[job.lane].appendleft(job)
-            what, limit_s = overdue.what, overdue.limit_s
-            text = f"the model's {what} took longer than {limit_s:.3g} s and was stopped"
-            self._tell(overdue, BackendFailed(text))
+            limit_s = overdue.limit_s
+            self._tell(overdue, overdue.blame(f"took longer than {limit_s:.3g} s and was stopped"))
         elif len(jobs) == 1:
-            text = f"the model's {jobs[0].what} ended its process, which {reason}"
-            self._tell(jobs[0], BackendFailed(text))
+            self._tell(jobs[0], jobs[0].blame(f"ended its process, which {reason}"))
         else:
             for job in jobs:
                 job.num_deaths += 1

@@ -14,6 +14,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -32,9 +34,12 @@ from penstock.processes.parts import PART_BYTES, Joiner, split
 from penstock.processes.start import begin_life, limit_memory, take_part
 from penstock.wire.frames import StartFailed, Stop
 
+if TYPE_CHECKING:
+    from penstock.llm.grammars import Grammars
+
 log = logging.getLogger("penstock.text")
 # All that the core sends at once: its slots, and the slow jobs that run without one.
-NUM_THREADS = 6
+NUM_THREADS = 7
 MAX_ERROR_CHARS = 500
 # Thread switch interval, short so that a long text does not delay short ones.
 SWITCH_S = 0.0005
@@ -55,6 +60,8 @@ class RendererProcess:
         self._joiner = Joiner()
         self._lock = threading.Lock()
         self._text: Text | None = None
+        self._lock_of_grammars = threading.Lock()
+        self._known_grammars: Grammars | None = None
 
     def serve(self) -> None:
         """Serve until the core closes the socket or sends Stop."""
@@ -65,7 +72,7 @@ class RendererProcess:
                         self._load(message)
                     case Stop():
                         break
-                    case messages.EncodeTexts() | messages.EncodeChat():
+                    case _:
                         threads.submit(self._run, message)
 
     def _receive(self) -> messages.ToRenderer | None:
@@ -110,10 +117,24 @@ class RendererProcess:
     def _tokens(self, message: messages.EncodeJob) -> Sequence[list[int]]:
         text = self._text
         assert text is not None, "jobs come after LoadText"
+        if isinstance(message, messages.CheckGrammar):
+            self._grammars(text).check(message.constraint)
+            return []
         if isinstance(message, messages.EncodeTexts):
             return [text.encode(each, is_whole=message.is_whole) for each in message.texts]
         asked, options = _json.decode(message.messages), _json.decode(message.options)
         return [text.encode_chat(asked, options, message.max_chars)]
+
+    def _grammars(self, text: Text) -> Grammars:
+        """Return the grammars of the model's tokens, read with the first request for one."""
+        from penstock.llm.grammars import Grammars
+
+        with self._lock_of_grammars:
+            if self._known_grammars is None:
+                self._known_grammars = Grammars(
+                    text.vocabulary, partial(text.encode, is_whole=False)
+                )
+            return self._known_grammars
 
     def _send(self, message: messages.FromRenderer) -> None:
         with self._lock:

@@ -6,22 +6,27 @@ task.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.llm.batched_attention import KvBuckets
 from penstock.llm.cache import Cache
+from penstock.llm.constrained import TokenMasks
 from penstock.llm.logits import SamplingRow, prompt_logprobs
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.sampling import Sampled, sample
 from penstock.llm.scheduler import BatchStep, Chunk
 
+NOTHING = Sampled(torch.empty(0, dtype=torch.int64))
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class SampledStep:
     """Result of a step, in the order of its sampled chunks."""
 
@@ -29,6 +34,13 @@ class SampledStep:
     # Number of top logprobs that each sequence wants; None: not even that of its token.
     wanted: Many[int | None] = ()
     prompt_logprobs: Many[PromptLogprobsChunk] = ()
+    # Samples the step, which waits for its masks.
+    sample: Callable[[TokenMasks], Sampled] | None = None
+
+    def constrain(self, masks: TokenMasks) -> None:
+        assert self.sample is not None, "a sequence of the step is constrained"
+        with torch.inference_mode():
+            self.sampled = self.sample(masks)
 
     @property
     def tokens(self) -> list[int]:
@@ -69,9 +81,13 @@ class CpuRunner:
             prompts: Many[PromptLogprobsChunk] = ()
             if any(chunk.sequence.params.num_prompt_logprobs is not None for chunk in step.chunks):
                 prompts = prompt_logprobs(step, hidden, self._decoder.logits)
-            return SampledStep(self._sample(step, hidden), wanted, prompts)
+            logits, rows = self._logits(step, hidden)
+            if any(row.params.constraint is not None for row in rows):
+                return SampledStep(NOTHING, wanted, prompts, partial(sample, logits, rows))
+            return SampledStep(sample(logits, rows) if rows else NOTHING, wanted, prompts)
 
-    def _sample(self, step: BatchStep, hidden: Tensor) -> Sampled:
+    def _logits(self, step: BatchStep, hidden: Tensor) -> tuple[Tensor, list[SamplingRow]]:
+        """Return the logits of the sampled chunks, and how they are sampled."""
         places, rows, end = [], [], 0
         for chunk in step.chunks:
             end += chunk.count
@@ -79,8 +95,8 @@ class CpuRunner:
                 places.append(end - 1)
                 rows.append(row_of(chunk))
         if not rows:
-            return Sampled(torch.empty(0, dtype=torch.int64))
-        return sample(self._decoder.logits(hidden[places]), rows)
+            return hidden, rows
+        return self._decoder.logits(hidden[places]), rows
 
 
 def row_of(chunk: Chunk) -> SamplingRow:
@@ -88,6 +104,8 @@ def row_of(chunk: Chunk) -> SamplingRow:
     params, tokens = sequence.params, sequence.tokens
     # Counted by position, as tokens may still be in flight.
     is_held = chunk.end - sequence.num_prompt < params.min_tokens
+    # Masks hold the stop tokens of constrained sequences back.
+    is_held = is_held and params.constraint is None
     banned = sorted(params.stop_token_ids) if is_held else ()
     if not params.has_penalties:
         return SamplingRow(params, chunk.end, banned=banned)

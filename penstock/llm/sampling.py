@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.llm.logits import SamplingRow, cut, process_logits
+from penstock.llm.constrained import TokenMasks
+from penstock.llm.logits import SamplingRow, cut, forbid, process_logits
 
 # Constants of a 32-bit hash (murmur3's finaliser), computed in 64-bit integers.
 FACTORS = 0x85EBCA6B, 0xC2B2AE35
@@ -33,13 +34,15 @@ class Sampled:
     top: torch.return_types.topk | None = None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> Sampled:
     """Sample a token for each row of `logits` [rows, vocabulary], which is left unchanged."""
     logits = logits.float()
     wanted = [row.params.num_logprobs for row in rows if row.params.num_logprobs is not None]
     changed = logits
     if any(row.banned or row.params.logit_bias or row.params.has_penalties for row in rows):
         changed = process_logits(logits, rows)
+    if masks is not None and masks.places:
+        changed = forbid(changed, masks)
     places = [place for place, row in enumerate(rows) if not row.params.is_greedy]
     if places:
         sampled_rows = [rows[place] for place in places]

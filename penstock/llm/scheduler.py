@@ -186,18 +186,18 @@ class Scheduler:
             return {}
         prompts = [each for each in self.running if not _is_generating(each) and each.num_left]
         places = self.limits.max_sequences - len(self.running)
-        prompts += self.waiting[: max(0, places)]
+        prompts += [each for each in self.waiting if not each.is_held][: max(0, places)]
         prompts = prompts[: max(1, budget // MIN_SHARE)]
         shares = fair_shares([each.num_left for each in prompts], budget)
         return {each.id: share for each, share in zip(prompts, shares, strict=True)}
 
     def _first_due(self) -> Sequence | None:
         """Return the first waiting sequence that can start: its prompt is not being computed by its
-        leader, and it has no tokens in flight."""
+        leader, it has no tokens in flight, and its grammar is compiled."""
         for sequence in self.waiting:
             leader = sequence.leader
             is_led = leader is not None and leader.state == "running" and not _has_prompt(leader)
-            if not sequence.num_ahead and not is_led:
+            if not (sequence.num_ahead or sequence.is_held or is_led):
                 return sequence
         return None
 

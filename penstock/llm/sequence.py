@@ -48,6 +48,8 @@ class Sequence:
     num_evictions: int = 0
     # Cached tokens found when it was first admitted.
     num_found: int = 0
+    # Its grammar is being compiled; until then it waits without delaying others.
+    is_held: bool = False
     is_admitted: bool = False
     # Whether a step with it was launched.
     is_begun: bool = False

@@ -139,6 +139,7 @@ class OpenAiHttp:
             id=form.id,
             is_logged=self._is_logged,
             echoed=echoed,
+            constraint_field=asked.constraint_field,
         )
 
 

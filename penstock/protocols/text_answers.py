@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -118,12 +119,12 @@ class TextCall:
             raise error
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, field: str = "") -> Iterator[None]:
         """Count refusals, and name the request field in errors about its text."""
         try:
             yield
         except PenstockError as error:
-            add_field(error, self.field)
+            add_field(error, field or self.field)
             if self.is_counted:
                 self.model.refused(error, self.exchange.received)
             if self.split is not None:
@@ -151,6 +152,8 @@ class GenerateCall(TextCall):
     id: str = ""
     # Prompts that precede their answers; empty: none.
     echoed: Sequence[str | list[int]] = ()
+    # The request field that has the constraint of the text, for errors.
+    constraint_field: str = "structured_outputs"
     # Each prompt as the client sent it, for recordings.
     asked: Sequence[Mapping[str, object]] = ()
 
@@ -163,6 +166,20 @@ class GenerateCall(TextCall):
     def is_prompt_only(self) -> bool:
         """Whether no tokens are requested, only the prompts."""
         return self.params.max_tokens == 0
+
+    def tokenize(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
+        self._check_constraint(partial(TextCall.tokenize, self, given, is_whole=is_whole))
+
+    def tokenize_chat(self, messages: Sequence[Message], options: Mapping[str, object]) -> None:
+        self._check_constraint(partial(TextCall.tokenize_chat, self, messages, options))
+
+    def _check_constraint(self, then: Callable[[], None]) -> None:
+        """Go on when the grammar of structured output is known to be valid."""
+        if self.params.constraint is None:
+            then()
+            return
+        with self._counted(self.constraint_field):
+            self.model.check_constraint(self.params.constraint, GrammarCheck(self, then))
 
     def take(self, tokens: Sequence[list[int]]) -> None:
         """Submit a generation for each prompt."""
@@ -195,6 +212,28 @@ class GenerateCall(TextCall):
         for generation in list(answer.generations):
             if not answer.is_over:
                 model.submit(generation)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarCheck:
+    """The renderer's answer about the grammar of a call."""
+
+    call: GenerateCall
+    then: Callable[[], None]
+
+    def is_gone(self) -> bool:
+        return self.call.is_gone()
+
+    def encoded(self, tokens: Sequence[list[int]]) -> None:
+        with guarded(self.call.exchange, self.call.is_logged):
+            if self.call.exchange.is_finished:
+                raise Cancelled("the client left")
+            self.then()
+
+    def failed(self, error: Exception) -> None:
+        if isinstance(error, PenstockError):
+            add_field(error, self.call.constraint_field)
+        self.call.failed(error)
 
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:

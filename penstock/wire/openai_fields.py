@@ -14,7 +14,6 @@ Asks = Sequence[object]
 # By field: the values that request nothing.
 _OF_TEXT: Mapping[str, Asks] = {
     **dict.fromkeys((
-        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "guided_decoding_backend", "guided_whitespace_pattern", "structural_tag",
         "prompt_logprobs", "allowed_token_ids", "truncate_prompt_tokens", "repetition_detection",
         "thinking_token_budget",
@@ -31,7 +30,6 @@ _OF_TEXT: Mapping[str, Asks] = {
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), (None, {})),
     "best_of": (None, 1),
     "length_penalty": (None, 1.0),
-    "response_format": (None, {"type": "text"}),
 }  # fmt: skip
 OF_COMPLETIONS: Mapping[str, Asks] = {**_OF_TEXT, "suffix": (None, "")}
 _OF_MEDIA: Mapping[str, Asks] = {"mm_processor_kwargs": (None, {}), "media_io_kwargs": (None, {})}

@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequest
 from penstock.sampling_params import SamplingParams
 from penstock.types import Buffer
 from penstock.wire.json_errors import JsonObject
+from penstock.wire.openai_constraints import constraint_field
 from penstock.wire.openai_fields import OF_CHATS, OF_COMPLETIONS, OF_EMBEDDINGS, OF_TOKENIZE
 from penstock.wire.openai_messages import read_messages
 from penstock.wire.openai_v1 import (
@@ -87,6 +88,8 @@ class CompletionRequest:
     has_special_tokens: bool
     # Whether a stream ends with the usage.
     has_usage: bool
+    # The field that gives `params.constraint`.
+    constraint_field: str = ""
 
 
 _completion = msgspec.json.Decoder(CompletionBody)
@@ -112,6 +115,7 @@ def read_completion(body: Buffer) -> CompletionRequest:
         bool(found.echo),
         found.add_special_tokens is not False,
         has_usage(found),
+        constraint_field(found),
     )
 
 

@@ -19,6 +19,7 @@ from penstock.sampling_params import SamplingParams
 from penstock.types import Buffer
 from penstock.wire import json_errors
 from penstock.wire.json_errors import JsonObject
+from penstock.wire.openai_constraints import ConstraintFields, constraint_field, read_constraint
 from penstock.wire.openai_fields import OF_CHATS, OF_STREAMS, Asks
 from penstock.wire.openai_messages import Message, read_messages
 
@@ -55,7 +56,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(ConstraintFields, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -101,6 +102,8 @@ class ChatRequest:
     is_streamed: bool
     template_options: JsonObject
     has_usage: bool
+    # The field that gives `params.constraint`.
+    constraint_field: str = ""
 
 
 _chat = msgspec.json.Decoder(ChatBody)
@@ -117,7 +120,13 @@ def read_chat(body: Buffer) -> ChatRequest:
     newer = found.max_completion_tokens
     params = read_params(found, found.max_tokens if newer is None else newer, num_logprobs)
     return ChatRequest(
-        found.model, messages, params, bool(found.stream), template_options(found), has_usage(found)
+        found.model,
+        messages,
+        params,
+        bool(found.stream),
+        template_options(found),
+        has_usage(found),
+        constraint_field(found),
     )
 
 
@@ -193,6 +202,7 @@ def read_params(
             given[name] = value
     # vLLM's -1 means all; here it is 0.
     given["top_k"] = max(0, found.top_k or 0)
+    constrained = read_constraint(found)
     return SamplingParams(
         **given,
         max_tokens=max_tokens,
@@ -202,6 +212,7 @@ def read_params(
         stop_token_ids=frozenset(found.stop_token_ids or ()),
         ignore_eos=bool(found.ignore_eos),
         num_logprobs=num_logprobs,
+        constraint=None if constrained is None else constrained.constraint,
         cache_salt=found.cache_salt or "",
     )
 

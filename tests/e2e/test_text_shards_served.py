@@ -45,7 +45,11 @@ QUESTIONS = [
     ("/tokenize", {"model": NAME, "messages": CHAT}),
     ("/detokenize", {"model": NAME, "tokens": [5, 6, 7]}),
     ("/v1/embeddings", {"model": NAME, "input": "the cat"}),
-]
+    ("/v1/completions", {**SEEDED, "prompt": "the cat", "guided_regex": "[a-f]{5}"}),
+    ("/v1/chat/completions", {**SEEDED, "messages": CHAT, "guided_regex": "("}),
+    ("/v1/chat/completions", {**SEEDED, "messages": CHAT, "stream": True,
+                              "structured_outputs": {"choice": ["yes", "no"]}}),
+]  # fmt: skip
 GETS = ("/v1/models", f"/v1/models/{NAME}", "/tokenizer_info", f"/v2/models/{NAME}/ready")
 # Ids and times differ from answer to answer.
 VARYING = re.compile(rb'"(id|created)":("[^"]*"|\d+)')
