@@ -53,6 +53,8 @@ class Generation:
     arrived: float = 0.0
     # What the client asked, for recordings: {"prompt"} or {"messages"}.
     asked: Mapping[str, object] | None = None
+    # Special tokens that are part of the text.
+    shown_tokens: frozenset[int] = frozenset()
     # A copy of a client's request, for another version: it counts in no metric of requests.
     is_mirror: bool = False
     # Called when the client cancels it, of which its sink does not hear.

@@ -36,6 +36,7 @@ from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits
 from penstock.llm.settings import check_packages, settings_of
 from penstock.llm.text_recorder import tap
 from penstock.llm.token_bytes import Vocabulary
+from penstock.llm.tool_formats import Dialect, find_dialect
 from penstock.processes.child import StartLife
 from penstock.sampling_params import Constraint, SamplingParams
 from penstock.serving.core_link import EngineCore
@@ -105,6 +106,8 @@ class LanguageModel:
         # Why the renderer of a shard cannot load.
         self._problem = ""
         self.recorder: RequestRecorder | None = None
+        # Of the vocabulary that was loaded last.
+        self._dialect: tuple[Vocabulary, Dialect] | None = None
 
     # Lifecycle.
 
@@ -195,6 +198,15 @@ class LanguageModel:
     @property
     def vocabulary(self) -> Vocabulary:
         return self.part.vocabulary
+
+    @property
+    def dialect(self) -> Dialect:
+        """How answers call tools and show reasoning."""
+        vocabulary, settings = self.vocabulary, self._settings
+        if self._dialect is None or self._dialect[0] is not vocabulary:
+            found = find_dialect(vocabulary, settings.tool_parser, settings.reasoning_parser)
+            self._dialect = vocabulary, found
+        return self._dialect[1]
 
     @property
     def num_tokens(self) -> int:

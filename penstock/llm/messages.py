@@ -71,6 +71,9 @@ class EngineSettings(Frame, tag="set"):
     is_dtype_free: bool = False
     # Used by shards: special tokens within messages are special, not text.
     parses_special: bool = False
+    # Used by shards: the families by which answers are read, or "auto".
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class LoadEngine(Frame, tag="load"):

@@ -287,7 +287,10 @@ class OpenGenerations:
         generation.admitted = self._clock()
         generation.arrived = generation.arrived or generation.admitted
         generation.outputs = [
-            SequenceOutput(self.vocabulary.stream(request.tokens), StopTexts(request.params.stop))
+            SequenceOutput(
+                self.vocabulary.stream(request.tokens, generation.shown_tokens),
+                StopTexts(request.params.stop),
+            )
             for _ in range(request.params.n)
         ]
         self._engine.send(data)

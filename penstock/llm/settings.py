@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.config import CPU, LLM, ModelConfig
 from penstock.errors import ConfigError
 from penstock.llm.messages import EngineSettings
+from penstock.llm.tool_formats import REASONING_PARSERS, TOOL_PARSERS
 from penstock.repository.layout import GGUF
 
 PREFIX = "penstock."
@@ -49,7 +50,9 @@ NUMBERS: Mapping[str, tuple[float, float, float]] = {
     "tpot_ms": (0, 0.001, 1e9),
 }
 FLAGS = ("random_weights", "parse_special_tokens", "follow_links")
-TEXTS = ("dtype", *FLAGS)
+# How answers are read: families of calls of tools, and reasoning.
+PARSERS = {"tool_parser": TOOL_PARSERS, "reasoning_parser": REASONING_PARSERS}
+TEXTS = ("dtype", *PARSERS, *FLAGS)
 # Defaults (on a CPU, on a GPU).
 MAX_SEQUENCES, MAX_TOKENS = (16, 256), (256, 8192)
 
@@ -70,6 +73,7 @@ def settings_of(config: ModelConfig) -> EngineSettings:
             f"'{config.device}'; expected one of {others}"
         )
     flags = {name: _flag(config, name, problems) for name in FLAGS}
+    parsers = {name: _parser(config, name, problems) for name in PARSERS}
     if config.num_instances > 1:
         problems.append(
             f"instance_group: {config.num_instances} instances; expected one: an engine takes all "
@@ -105,6 +109,8 @@ def settings_of(config: ModelConfig) -> EngineSettings:
         manifest=config.manifest,
         checksums=config.checksums,
         hang_s=config.hang_s,
+        tool_parser=parsers["tool_parser"],
+        reasoning_parser=parsers["reasoning_parser"],
     )
 
 
@@ -120,6 +126,14 @@ def _flag(config: ModelConfig, name: str, problems: list[str]) -> bool:
     if given not in ("true", "false"):
         problems.append(f"parameters.{PREFIX}{name}: '{given}'; expected true or false")
     return given == "true"
+
+
+def _parser(config: ModelConfig, name: str, problems: list[str]) -> str:
+    given = config.options.get(f"{PREFIX}{name}", "auto")
+    if given not in PARSERS[name]:
+        expected = ", ".join(PARSERS[name])
+        problems.append(f"parameters.{PREFIX}{name}: '{given}'; expected {expected}")
+    return given
 
 
 def _number(config: ModelConfig, name: str, problems: list[str]) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
@@ -71,8 +71,8 @@ class Vocabulary:
         """Return the text of one token within a text."""
         return self.piece(token).decode("utf-8", "replace")
 
-    def stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        return Detokenizer(self, prompt)
+    def stream(self, prompt: Sequence[int] = (), shown: Collection[int] = ()) -> Detokenizer:
+        return Detokenizer(self, prompt, shown)
 
     def last_bytes(self, tokens: Sequence[int]) -> bytes:
         """Return the end of a text, from where its last character may begin."""
@@ -93,7 +93,11 @@ class Detokenizer:
     """Incremental detokenizer of one sequence. Emits characters when they are complete; together
     they are the text of all tokens without the prompt's."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, prompt: Sequence[int] = (), shown: Collection[int] = ()
+    ) -> None:
+        """`shown` are special tokens whose names are part of the text."""
+        self._shown = shown
         self._vocabulary = vocabulary
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_first = not any(vocabulary.has_text(token) for token in prompt)
@@ -103,7 +107,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         vocabulary = self._vocabulary
-        if not vocabulary.has_text(token):
+        if not vocabulary.has_text(token) and token not in self._shown:
             return ""
         found = vocabulary.first_piece(token) if self._is_first else vocabulary.piece(token)
         self._is_first = False

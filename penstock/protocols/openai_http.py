@@ -15,6 +15,7 @@ from msgspec.json import encode
 
 from penstock.errors import SHUTTING_DOWN, InvalidRequest, NotFound, NotReady
 from penstock.llm.language_model import LanguageModel
+from penstock.llm.tool_formats import Offer
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.http import Exchange
 from penstock.protocols.text_answers import GenerateCall, StreamedAnswer, guarded
@@ -25,6 +26,7 @@ from penstock.wire import documented as doc
 from penstock.wire.documented import OpenAiModel, describe_model
 from penstock.wire.openai_forms import ChatForm, CompletionForm
 from penstock.wire.openai_prompts import CompletionRequest, read_completion
+from penstock.wire.openai_tools import ToolRequest
 from penstock.wire.openai_v1 import ChatRequest, read_chat
 
 MODELS = b"/v1/models"
@@ -114,6 +116,7 @@ class OpenAiHttp:
         asked = read_chat(exchange.body)
         form = ChatForm(_new_id("chatcmpl"), int(time.time()), asked.model, asked.has_usage)
         call = self._generate_call(exchange, asked, form, "messages")
+        call.offer = offer_of(call.model, asked.tools)
         call.asked = [{"messages": asked.messages}]
         call.tokenize_chat(asked.messages, asked.template_options)
 
@@ -141,6 +144,32 @@ class OpenAiHttp:
             echoed=echoed,
             constraint_field=asked.constraint_field,
         )
+
+
+def offer_of(model: LanguageModel, tools: ToolRequest | None) -> Offer | None:
+    """Return what an answer may contain besides its text; InvalidRequest if the model has no
+    tools."""
+    if not model.is_ready:
+        # The renderer, or a refusal for now, comes first.
+        return None
+    dialect = model.dialect
+    if tools is None:
+        return Offer(has_reasoning=True) if dialect.has_reasoning else None
+    if dialect.format is None:
+        raise InvalidRequest(
+            f"the chat template of model '{model.config.name}' shows no known form of tool calls; "
+            "penstock.tool_parser can name one",
+            "tools",
+        )
+    return Offer(
+        dialect.format,
+        tools.tools,
+        tools.is_parallel,
+        tools.is_forced,
+        tools.mode == "named",
+        dialect.has_reasoning,
+        marker_token=dialect.tokens.get(dialect.format.marker),
+    )
 
 
 def _new_id(prefix: str) -> str:

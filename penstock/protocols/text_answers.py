@@ -7,12 +7,12 @@ HTTP status. When the client disconnects, its generations are cancelled at once.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -27,7 +27,9 @@ from penstock.errors import (
 from penstock.llm import text_split
 from penstock.llm.generation import Generation
 from penstock.llm.language_model import CONTEXT_LENGTH_EXCEEDED, LanguageModel
+from penstock.llm.message_reader import MessageReader
 from penstock.llm.messages import TokenEvent
+from penstock.llm.tool_formats import Offer, after_prompt, constrain
 from penstock.protocols import access_log
 from penstock.protocols.choice_logprobs import ChoiceLogprobs
 from penstock.protocols.gate import secret_of
@@ -38,7 +40,8 @@ from penstock.serving.served import Served
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import CANCELLED
 from penstock.wire.generate_v2 import GenerateForm
-from penstock.wire.openai_forms import AnswerChoice, CompletionForm, TokenUsage
+from penstock.wire.openai_constraints import check_size
+from penstock.wire.openai_forms import AnswerChoice, CallDelta, CompletionForm, TokenUsage
 from penstock.wire.openai_logprobs import TokenLogprob
 from penstock.wire.openai_messages import Message
 
@@ -108,23 +111,27 @@ class TextCall:
     def is_gone(self) -> bool:
         return self.exchange.is_finished
 
-    def encoded(self, tokens: Sequence[list[int]]) -> None:
+    def encoded(
+        self,
+        tokens: Sequence[list[int]],
+        then: Callable[[Sequence[list[int]]], None] | None = None,
+    ) -> None:
         with guarded(self.exchange, self.is_logged), self._counted():
             if self.exchange.is_finished:
                 raise Cancelled("the client left")
-            self.take(tokens)
+            (then or self.take)(tokens)
 
     def failed(self, error: Exception) -> None:
         with guarded(self.exchange, self.is_logged), self._counted():
             raise error
 
     @contextmanager
-    def _counted(self, field: str = "") -> Iterator[None]:
+    def _counted(self) -> Iterator[None]:
         """Count refusals, and name the request field in errors about its text."""
         try:
             yield
         except PenstockError as error:
-            add_field(error, field or self.field)
+            add_field(error, self.field)
             if self.is_counted:
                 self.model.refused(error, self.exchange.received)
             if self.split is not None:
@@ -154,6 +161,8 @@ class GenerateCall(TextCall):
     echoed: Sequence[str | list[int]] = ()
     # The request field that has the constraint of the text, for errors.
     constraint_field: str = "structured_outputs"
+    # What the answer may contain besides its text: calls of tools, reasoning.
+    offer: Offer | None = None
     # Each prompt as the client sent it, for recordings.
     asked: Sequence[Mapping[str, object]] = ()
 
@@ -167,21 +176,26 @@ class GenerateCall(TextCall):
         """Whether no tokens are requested, only the prompts."""
         return self.params.max_tokens == 0
 
-    def tokenize(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
-        self._check_constraint(partial(TextCall.tokenize, self, given, is_whole=is_whole))
-
-    def tokenize_chat(self, messages: Sequence[Message], options: Mapping[str, object]) -> None:
-        self._check_constraint(partial(TextCall.tokenize_chat, self, messages, options))
-
-    def _check_constraint(self, then: Callable[[], None]) -> None:
-        """Go on when the grammar of structured output is known to be valid."""
-        if self.params.constraint is None:
-            then()
-            return
-        with self._counted(self.constraint_field):
-            self.model.check_constraint(self.params.constraint, GrammarCheck(self, then))
-
     def take(self, tokens: Sequence[list[int]]) -> None:
+        """Submit generations, when the grammar of structured output is known to be valid."""
+        if self.offer is not None:
+            self.offer = after_prompt(self.offer, self.model.vocabulary, tokens[0])
+            constraint = constrain(self.offer, self.params.constraint)
+            self.params = replace(self.params, constraint=constraint)
+        constraint = self.params.constraint
+        if constraint is None:
+            self.submit(tokens)
+            return
+        field = "tools" if self.offer is not None and self.offer.is_forced else ""
+        self.constraint_field = field or self.constraint_field
+        try:
+            check_size(constraint.text, self.constraint_field)
+            self.model.check_constraint(constraint, GrammarCheck(self, tokens))
+        except PenstockError as error:
+            add_field(error, self.constraint_field)
+            raise
+
+    def submit(self, tokens: Sequence[list[int]]) -> None:
         """Submit a generation for each prompt."""
         model, exchange = self.model, self.exchange
         num_asked = len(tokens) * self.params.n
@@ -201,6 +215,8 @@ class GenerateCall(TextCall):
             generation = model.new_generation(prompt, params, sink)
             generation.arrived, generation.caller = exchange.received, exchange.caller
             generation.asked = self.asked[number] if self.asked else None
+            if self.offer is not None:
+                generation.shown_tokens = frozenset(model.dialect.tokens.values())
             if self.split is not None:
                 text_split.watch(self.split, model, generation)
             answer.generations.append(generation)
@@ -219,16 +235,13 @@ class GrammarCheck:
     """The renderer's answer about the grammar of a call."""
 
     call: GenerateCall
-    then: Callable[[], None]
+    tokens: Sequence[list[int]]
 
     def is_gone(self) -> bool:
         return self.call.is_gone()
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
-        with guarded(self.call.exchange, self.call.is_logged):
-            if self.call.exchange.is_finished:
-                raise Cancelled("the client left")
-            self.then()
+        self.call.encoded(self.tokens, self.call.submit)
 
     def failed(self, error: Exception) -> None:
         if isinstance(error, PenstockError):
@@ -271,6 +284,10 @@ class PartialChoice:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    # Separates calls and reasoning from the text; None if there are none.
+    reader: MessageReader | None = None
     # None if logprobs were not requested.
     named: ChoiceLogprobs | None = None
 
@@ -311,8 +328,26 @@ class Answer:
                 generation, has_prompt = self.generations[number], self.call.has_prompt_logprobs
                 choice.named = ChoiceLogprobs(self._model.vocabulary, generation, has_prompt)
             logprobs = choice.named.take(None if self.call.is_prompt_only else event)
-        self.grow(choice, AnswerChoice(place, text, event.reason or None, logprobs))
+        new = AnswerChoice(place, text, event.reason or None, logprobs)
+        self.grow(choice, new if self.call.offer is None else self._read(choice, new))
         choice.has_begun = True
+
+    def _read(self, choice: PartialChoice, new: AnswerChoice) -> AnswerChoice:
+        """Separate calls of tools and reasoning from the text."""
+        offer = self.call.offer
+        assert offer is not None
+        if choice.reader is None:
+            choice.reader = MessageReader(offer)
+        found = choice.reader.add(new.text, is_last=new.reason is not None)
+        calls = [each if not each.name else self._with_id(each, offer) for each in found.calls]
+        reason = new.reason
+        if reason == "stop" and choice.reader.num_calls and not offer.is_named:
+            reason = "tool_calls"
+        return AnswerChoice(new.index, found.content, reason, new.logprobs, found.reasoning, calls)
+
+    def _with_id(self, call: CallDelta, offer: Offer) -> CallDelta:
+        assert offer.format is not None
+        return dataclasses.replace(call, id=offer.format.new_id())
 
     def finished(self, totals: TokenUsage) -> None:
         known = self.usage
@@ -362,7 +397,7 @@ class StreamedAnswer(Answer):
             self.exchange.start_stream(200, EVENTS + self.headers)
         data = b"" if choice.has_begun else self.form.begin(new.index)
         # An incomplete UTF-8 character yields no text yet, so there may be nothing to send.
-        if new.text or new.reason or new.logprobs:
+        if new.text or new.reason or new.logprobs or new.reasoning or new.calls:
             data += self.form.piece(new)
         choice.reason = new.reason
         self.exchange.stream(data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.protocols.http import JSON
 from penstock.protocols.text_answers import EVENTS, Answer, PartialChoice
 from penstock.wire.openai_forms import AnswerChoice
@@ -12,11 +14,25 @@ class WholeAnswer(Answer):
         choice.text += new.text
         choice.reason = new.reason
         choice.logprobs += new.logprobs or ()
+        choice.reasoning += new.reasoning
+        for call in new.calls:
+            if call.name:
+                choice.calls.append(call)
+            else:
+                known = choice.calls[call.index]
+                choice.calls[call.index] = replace(
+                    known, arguments=known.arguments + call.arguments
+                )
 
     def end(self) -> None:
         choices = [
             AnswerChoice(
-                place, each.text, each.reason, each.logprobs if self._has_logprobs else None
+                place,
+                each.text,
+                each.reason,
+                each.logprobs if self._has_logprobs else None,
+                each.reasoning,
+                each.calls,
             )
             for place, each in sorted(self.choices.items())
         ]

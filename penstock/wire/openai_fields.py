@@ -40,8 +40,8 @@ OF_CHATS: Mapping[str, Asks] = {
     **dict.fromkeys((
         "store", "echo", "continue_final_message", "add_special_tokens",
     ), (None, False)),
-    **dict.fromkeys(("tools", "functions"), (None, [])),
-    **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "verbosity": (None, "medium"),
     "include_reasoning": (None, True),
@@ -72,7 +72,6 @@ HARMLESS: Mapping[str, str] = {
     "prompt_cache_options": "prompts are cached as long as there is room",
     "prompt_cache_retention": "prompts are cached as long as there is room",
     "prediction": "is a hint for speed",
-    "parallel_tool_calls": "tools are refused",
     "spaces_between_special_tokens": "special tokens are not shown",
     "request_id": "ids are the server's own",
 }

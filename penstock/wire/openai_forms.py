@@ -18,6 +18,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A part of a call of a tool: its name and id with the first, then pieces of its arguments."""
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerChoice:
     index: int
     text: str
@@ -25,6 +35,9 @@ class AnswerChoice:
     reason: str | None
     # None if not requested. The first token of a prompt has no logprob (NaN).
     logprobs: Sequence[TokenLogprob] | None = None
+    # What came before the text, in models that reason; calls of tools, in part or as a whole.
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +118,36 @@ class ChatForm(CompletionForm):
         return _event(self._json(self.chunk_kind, [choice]))
 
     def _choice(self, choice: AnswerChoice) -> dict[str, object]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content = choice.text if choice.text or not choice.calls else None
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = [_call(each) for each in choice.calls]
         return _chat_choice(choice, "message", message)
 
     def _piece(self, choice: AnswerChoice) -> dict[str, object]:
-        return _chat_choice(choice, "delta", {"content": choice.text} if choice.text else {})
+        delta: dict[str, object] = {"content": choice.text} if choice.text else {}
+        if choice.reasoning:
+            delta["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            delta["tool_calls"] = [_call_delta(each) for each in choice.calls]
+        return _chat_choice(choice, "delta", delta)
 
 
 def _event(value: object) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
+
+
+def _call(call: CallDelta) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(call: CallDelta) -> dict[str, object]:
+    if call.name:
+        return {"index": call.index, **_call(call)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def _chat_choice(choice: AnswerChoice, name: str, content: object) -> dict[str, object]:

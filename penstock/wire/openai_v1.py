@@ -22,6 +22,7 @@ from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_constraints import ConstraintFields, constraint_field, read_constraint
 from penstock.wire.openai_fields import OF_CHATS, OF_STREAMS, Asks
 from penstock.wire.openai_messages import Message, read_messages
+from penstock.wire.openai_tools import ToolRequest, read_tools
 
 if TYPE_CHECKING:
     from penstock.wire.openai_prompts import TokenizeBody
@@ -92,6 +93,9 @@ class ChatBody(SamplingFields, kw_only=True):
     reasoning_effort: str | None = None
     documents: list[JsonObject] | None = None
     add_generation_prompt: bool | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class ChatRequest:
     has_usage: bool
     # The field that gives `params.constraint`.
     constraint_field: str = ""
+    tools: ToolRequest | None = None
 
 
 _chat = msgspec.json.Decoder(ChatBody)
@@ -119,14 +124,19 @@ def read_chat(body: Buffer) -> ChatRequest:
     num_logprobs = (found.top_logprobs or 0) if found.logprobs else None
     newer = found.max_completion_tokens
     params = read_params(found, found.max_tokens if newer is None else newer, num_logprobs)
+    tools = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
+    options = template_options(found)
+    if tools is not None:
+        options["tools"] = tools.listed
     return ChatRequest(
         found.model,
         messages,
         params,
         bool(found.stream),
-        template_options(found),
+        options,
         has_usage(found),
         constraint_field(found),
+        tools,
     )
 
 

@@ -49,6 +49,8 @@ QUESTIONS = [
     ("/v1/chat/completions", {**SEEDED, "messages": CHAT, "guided_regex": "("}),
     ("/v1/chat/completions", {**SEEDED, "messages": CHAT, "stream": True,
                               "structured_outputs": {"choice": ["yes", "no"]}}),
+    ("/v1/chat/completions", {**SEEDED, "messages": CHAT, "tools": [
+        {"type": "function", "function": {"name": "f"}}]}),
 ]  # fmt: skip
 GETS = ("/v1/models", f"/v1/models/{NAME}", "/tokenizer_info", f"/v2/models/{NAME}/ready")
 # Ids and times differ from answer to answer.

@@ -119,7 +119,7 @@ class TestChats:
         ({"max_tokens": -1}, "max_tokens", "expected 1 to 2147483647"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "expected 0 to 3"),
         ({"stream_options": {}}, "stream_options", "expected stream to be true"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function: expected"),
         ({"response_format": {"type": "yaml"}}, "response_format", "expected text, json_object"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "expected a JSON schema"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options",
