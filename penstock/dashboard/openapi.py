@@ -193,7 +193,7 @@ def _content(route: Route, by_type: Schemas) -> JsonObject:
         content[route.media] = {} if route.media == EVENTS else {"schema": {"type": "string"}}
     if route.handler == "infer":
         content[BINARY] = {}
-    if route.path in ("/v1/completions", "/v1/chat/completions"):
+    if route.path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         content[EVENTS] = {}
     return content
 

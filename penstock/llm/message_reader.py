@@ -36,6 +36,11 @@ class MessageReader:
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as it is known."""
+        return self._reasoning is not None and self._reasoning.is_open
+
     def add(self, text: str, *, is_last: bool = False) -> MessageDelta:
         found = MessageDelta()
         if self._reasoning is not None:
@@ -59,6 +64,10 @@ class Reasoning:
         # Spaces at the beginning are layout too.
         self._has_begun = False
         self._held = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self._state == "inside"
 
     def add(self, text: str, is_last: bool) -> tuple[str, str]:
         """Return the reasoning and the text after it."""

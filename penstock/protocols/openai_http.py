@@ -26,12 +26,14 @@ from penstock.wire import documented as doc
 from penstock.wire.documented import OpenAiModel, describe_model
 from penstock.wire.openai_forms import ChatForm, CompletionForm
 from penstock.wire.openai_prompts import CompletionRequest, read_completion
+from penstock.wire.openai_responses import read_responses
 from penstock.wire.openai_tools import ToolRequest
 from penstock.wire.openai_v1 import ChatRequest, read_chat
+from penstock.wire.response_form import ResponseForm, new_id
 
 MODELS = b"/v1/models"
 # Paths that the access log covers.
-INFERENCE = (b"/v1/completions", b"/v1/chat/completions", b"/v1/embeddings")
+INFERENCE = (b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/v1/embeddings")
 
 
 class OpenAiHttp:
@@ -53,6 +55,7 @@ class OpenAiHttp:
             b"/tokenizer_info": tokens.describe,
             b"/v1/completions": self._completions,
             b"/v1/chat/completions": self._chats,
+            b"/v1/responses": self._responses,
             b"/v1/embeddings": self._embeddings.handle,
             b"/tokenize": tokens.tokenize,
             b"/detokenize": tokens.detokenize,
@@ -115,7 +118,18 @@ class OpenAiHttp:
     def _chats(self, exchange: Exchange) -> None:
         asked = read_chat(exchange.body)
         form = ChatForm(_new_id("chatcmpl"), int(time.time()), asked.model, asked.has_usage)
-        call = self._generate_call(exchange, asked, form, "messages")
+        self._chat(exchange, asked, form, "messages")
+
+    def _responses(self, exchange: Exchange) -> None:
+        asked = read_responses(exchange.body)
+        id, model = new_id("resp"), asked.chat.model
+        form = ResponseForm(id, int(time.time()), model, asked.repeated)
+        self._chat(exchange, asked.chat, form, "input")
+
+    def _chat(
+        self, exchange: Exchange, asked: ChatRequest, form: ChatForm | ResponseForm, field: str
+    ) -> None:
+        call = self._generate_call(exchange, asked, form, field)
         call.offer = offer_of(call.model, asked.tools)
         call.asked = [{"messages": asked.messages}]
         call.tokenize_chat(asked.messages, asked.template_options)
@@ -124,7 +138,7 @@ class OpenAiHttp:
         self,
         exchange: Exchange,
         asked: CompletionRequest | ChatRequest,
-        form: CompletionForm,
+        form: CompletionForm | ResponseForm,
         field: str,
         echoed: Sequence[str | list[int]] = (),
     ) -> GenerateCall:

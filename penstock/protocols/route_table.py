@@ -19,6 +19,7 @@ from penstock.wire import live
 from penstock.wire import openai_prompts as openai
 from penstock.wire import version_rows as rows
 from penstock.wire.json_errors import JsonObject
+from penstock.wire.openai_responses import ResponsesBody
 from penstock.wire.openai_v1 import ChatBody
 
 GET = ("GET", "HEAD")
@@ -173,6 +174,7 @@ def _shared_memory(kind: str, body: Body, row: object) -> list[Route]:
 _OPENAI = [
     _post("/v1/completions", "openai", "Complete a prompt", openai.CompletionBody, doc.TextAnswer),
     _post("/v1/chat/completions", "openai", "Answer a chat", ChatBody, doc.TextAnswer),
+    _post("/v1/responses", "openai", "Answer as a response", ResponsesBody, doc.ResponseAnswer),
     _post("/v1/embeddings", "openai", "Embed texts", openai.EmbeddingsBody, doc.EmbeddingsList),
     _get("/v1/models", "infer", "openai", "Models for text and embeddings", doc.OpenAiModels),
     # Model names may contain slashes.

@@ -44,6 +44,7 @@ from penstock.wire.openai_constraints import check_size
 from penstock.wire.openai_forms import AnswerChoice, CallDelta, CompletionForm, TokenUsage
 from penstock.wire.openai_logprobs import TokenLogprob
 from penstock.wire.openai_messages import Message
+from penstock.wire.response_form import ResponseForm
 
 log = logging.getLogger("penstock.http")
 EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
@@ -152,7 +153,7 @@ def add_field(error: PenstockError, field: str) -> None:
 class GenerateCall(TextCall):
     """A request for text: tokenize its prompts, then submit a generation for each."""
 
-    form: CompletionForm | GenerateForm
+    form: CompletionForm | GenerateForm | ResponseForm
     params: SamplingParams
     answer: type[Answer]
     # The request's id in the log.
@@ -285,6 +286,7 @@ class PartialChoice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
     reasoning: str = ""
+    num_reasoning: int = 0
     calls: list[CallDelta] = field(default_factory=list)
     # Separates calls and reasoning from the text; None if there are none.
     reader: MessageReader | None = None
@@ -338,7 +340,9 @@ class Answer:
         assert offer is not None
         if choice.reader is None:
             choice.reader = MessageReader(offer)
+        was_reasoning = choice.reader.is_reasoning
         found = choice.reader.add(new.text, is_last=new.reason is not None)
+        choice.num_reasoning += was_reasoning or choice.reader.is_reasoning
         calls = [each if not each.name else self._with_id(each, offer) for each in found.calls]
         reason = new.reason
         if reason == "stop" and choice.reader.num_calls and not offer.is_named:
@@ -355,6 +359,7 @@ class Answer:
             known.num_prompt + totals.num_prompt,
             known.num_generated + (0 if self.call.is_prompt_only else totals.num_generated),
             known.num_cached + totals.num_cached,
+            sum(each.num_reasoning for each in self.choices.values()),
         )
         self._num_finished += 1
         if self._num_finished == len(self.generations):

@@ -272,6 +272,18 @@ class TextAnswer(msgspec.Struct):
     usage: JsonObject
 
 
+class ResponseAnswer(msgspec.Struct):
+    """A response, as in OpenAI's API."""
+
+    id: str
+    object: str
+    created_at: int
+    model: str
+    status: str
+    output: list[JsonObject]
+    usage: JsonObject
+
+
 class EmbeddingsList(msgspec.Struct):
     object: str
     data: list[JsonObject]

@@ -46,6 +46,14 @@ OF_CHATS: Mapping[str, Asks] = {
     "verbosity": (None, "medium"),
     "include_reasoning": (None, True),
 }  # fmt: skip
+OF_RESPONSES: Mapping[str, Asks] = {
+    **dict.fromkeys((
+        "previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation",
+        "context_management", "access_programs", "image",
+    ), (None,)),
+    **dict.fromkeys(("store", "background"), (None, False)),
+    "truncation": (None, "disabled"),
+}  # fmt: skip
 OF_EMBEDDINGS: Mapping[str, Asks] = {
     **dict.fromkeys((
         "truncate_prompt_tokens", "truncation_side", "normalize", "use_activation",

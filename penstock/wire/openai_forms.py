@@ -46,14 +46,19 @@ class TokenUsage:
     num_generated: int
     # Prompt tokens found in the prefix cache.
     num_cached: int = 0
+    # Generated tokens of reasoning.
+    num_reasoning: int = 0
 
     def json(self) -> dict[str, object]:
-        return {
+        found: dict[str, object] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_generated,
             "total_tokens": self.num_prompt + self.num_generated,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
+        if self.num_reasoning:
+            found["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

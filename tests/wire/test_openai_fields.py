@@ -10,10 +10,11 @@ openai_types = pytest.importorskip("openai.types")
 
 from openai.types import chat as chat_types  # noqa: E402
 from openai.types import completion_create_params, embedding_create_params  # noqa: E402
+from openai.types import responses as response_types  # noqa: E402
 
 from penstock.errors import InvalidRequest  # noqa: E402
 from penstock.wire import openai_fields as tables  # noqa: E402
-from penstock.wire import openai_prompts, openai_v1  # noqa: E402
+from penstock.wire import openai_prompts, openai_responses, openai_v1  # noqa: E402
 
 DOC = (Path(__file__).parents[2] / "docs" / "llm.md").read_text()
 
@@ -62,6 +63,10 @@ COMPLETION = annotations(
     completion_create_params.CompletionCreateParamsBase,
     completion_create_params.CompletionCreateParamsStreaming,
 )
+RESPONSE = annotations(
+    response_types.response_create_params.ResponseCreateParamsBase,
+    response_types.response_create_params.ResponseCreateParamsStreaming,
+)
 EMBEDDING = annotations(embedding_create_params.EmbeddingCreateParams)
 MESSAGES = [{"role": "user", "content": "hi"}]
 # What reads them, what is required, the fields that work, those that are refused.
@@ -78,6 +83,12 @@ KINDS = {
         openai_prompts.CompletionBody.__struct_fields__,
         tables.OF_COMPLETIONS,
     ),
+    "response": (
+        openai_responses.read_responses,
+        {"input": "hi"},
+        openai_responses.ResponsesBody.__struct_fields__,
+        tables.OF_RESPONSES,
+    ),
     "embedding": (
         openai_prompts.read_embeddings,
         {"input": "hi"},
@@ -93,6 +104,7 @@ KINDS = {
 }
 FIELDS = [("chat", name) for name in sorted({*CHAT, *VLLM_TEXT, *VLLM_CHAT})]
 FIELDS += [("completion", name) for name in sorted({*COMPLETION, *VLLM_TEXT, "prompt_embeds"})]
+FIELDS += [("response", name) for name in sorted(RESPONSE)]
 FIELDS += [("embedding", name) for name in sorted({*EMBEDDING, *VLLM_EMBEDDINGS})]
 FIELDS += [("tokenize", name) for name in sorted(VLLM_TOKENIZE)]
 

@@ -1,0 +1,89 @@
+"""Requests of the responses API become chats; what a stateless server cannot do is refused."""
+
+import json
+
+import pytest
+
+from penstock.errors import InvalidRequest
+from penstock.wire.openai_responses import read_responses
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+
+
+def read(**fields):
+    return read_responses(json.dumps({"model": "m", "input": "hi", **fields}).encode())
+
+
+def messages(given, **fields):
+    return [dict(each) for each in read(input=given, **fields).chat.messages]
+
+
+def test_a_text_and_instructions_are_messages():
+    assert messages("hi", instructions="be kind") == [
+        {"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"},
+    ]  # fmt: skip
+
+
+def test_items_are_messages_calls_and_their_outputs():
+    found = messages([
+        {"role": "user", "content": [{"type": "input_text", "text": "a"},
+                                     {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"type": "message", "role": "assistant",
+         "content": [{"type": "output_text", "text": "wait", "annotations": []}]},
+        CALL,
+        {**CALL, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ])  # fmt: skip
+    assert [each["role"] for each in found] == ["user", "assistant", "tool"]
+    assert found[0]["content"] == "ab" and found[1]["reasoning_content"] == "so"
+    assert [each["id"] for each in found[1]["tool_calls"]] == ["c1", "c2"]
+    assert found[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert found[2] == {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
+
+
+def test_tools_formats_and_limits_are_those_of_chats():
+    schema = {"type": "object"}
+    found = read(
+        tools=[{"type": "function", "name": "f", "parameters": schema, "strict": True}],
+        tool_choice={"type": "function", "name": "f"},
+        text={"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        reasoning={"effort": "low"},
+        max_output_tokens=7,
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        stream=True,
+    ).chat
+    assert found.tools.mode == "named" and found.tools.tools[0].is_strict
+    assert found.params.constraint.text == '{"type":"object"}' and found.constraint_field == "text"
+    assert found.params.max_tokens == 7 and found.params.num_logprobs == 2 and found.is_streamed
+    assert found.template_options["reasoning_effort"] == "low"
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "f"}]}
+    tools = [{"type": "function", "name": "f"}, {"type": "function", "name": "g"}]
+    only = read(tools=tools, tool_choice=allowed).chat.tools
+    assert only.mode == "required" and [each.name for each in only.tools] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "text"),
+    [
+        ({"store": True}, "store", "store is not supported"),
+        ({"background": True}, "background", "background is not supported"),
+        ({"previous_response_id": "x"}, "previous_response_id", "is not supported"),
+        ({"truncation": "auto"}, "truncation", "is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; expected function"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "expected message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input",
+         "'input_image'; expected text"),
+        ({"input": []}, "messages", "0; expected 1 to"),
+        ({"include": ["file_search_call.results"]}, "include", "is not supported"),
+        ({"text": {"format": {"type": "xml"}}}, "text", "text.type is"),
+        ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning", "reasoning.summary is not"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "expected at least 1"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_names_its_field(fields, field, text):
+    with pytest.raises(InvalidRequest, match=text) as error:
+        read(**fields)
+    assert error.value.field == field
