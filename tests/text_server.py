@@ -27,6 +27,13 @@ TEMPLATE = (
     "<|start|>assistant:"
 )
 
+# The same, for a model of the Hermes family with tools.
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | length }} tools, <tool_call>{% endif %}{% for m in messages %}"
+    "<|start|>{{ m['role'] }}: {{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls[0]"
+    ".function.arguments.city }}{% endif %}<|end|>{% endfor %}<|start|>assistant:"
+)
+
 
 def write_model(folder, parameters=None, max_length=256, template=TEMPLATE):
     """A folder as Hugging Face has it, called as the model is."""

@@ -13,6 +13,9 @@ weights of the true shape; in process, without a server.
     transformers          64 requests x 256 tokens, 0.6B shape, beside `generate_batch` of
                           transformers (continuous batching, paged SDPA): a weak baseline, whose
                           attention grows with the square of the number of requests
+    structured-8b, structured-0.6b
+                          64 sequences whose text is JSON of a schema, beside the same without: what
+                          is left of the tokens a second (not run on a GPU yet)
     attention             the kernel of one token for each sequence alone, by tile, warps and stages
 
 Output tokens a second are over all the time from the first request to the last token; loading and
@@ -33,6 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,7 @@ from penstock.kernels import has_triton
 from penstock.llm.engine import Engine
 from penstock.llm.engine_loading import load
 from penstock.llm.messages import EngineSettings, GenerateRequest, pack_tokens
-from penstock.sampling_params import SamplingParams
+from penstock.sampling_params import Constraint, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -73,6 +77,7 @@ TINY = {
 # What was set as the goal, and what the best of others reach; output tokens a second, or ms.
 GOALS = {
     "qwen3-0.6b": (14_000, 20_700), "llama-8b": (7_000, 10_000), "llama-8b-fp8": (10_000, 17_700),
+    "structured-8b": (0.95, 1.0), "structured-0.6b": (0.8, 1.0),
     "itl": (6.0, 4.6), "prefix": (0.15, 0.05), "transformers": (20.0, 40.0),
 }  # fmt: skip
 
@@ -95,10 +100,12 @@ class Scale:
     max_queued: int = 500
     max_tokens: int = 16_384
     block_size: int = 16
+    num_structured: int = 64
+    length_structured: int = 256
 
 
 FULL = Scale()
-SMALL = Scale(6, 4, 12, 8, 10, 12, 64, 2, 3, 6, 4, 4, 32, 4)
+SMALL = Scale(6, 4, 12, 8, 10, 12, 64, 2, 3, 6, 4, 4, 32, 4, 64, 32)
 
 
 @dataclass
@@ -357,6 +364,50 @@ def prefix(bench: Bench) -> dict[str, Any]:
     }
 
 
+# Strings of any text, more of them than there are tokens: no sequence ends early.
+SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 10_000}
+
+
+def structured(bench: Bench, values: dict[str, Any]) -> dict[str, Any]:
+    """Tokens a second with a schema and without, on one engine in turns."""
+    scale = bench.scale
+    num = scale.num_structured
+    engine = bench.engine(values, max_sequences=num, max_tokens=max(scale.max_tokens, num))
+    vocabulary = TINY["vocab_size"] if bench.is_tiny else values["vocab_size"]
+    warm_up(engine, vocabulary)
+    constraint = Constraint("json_schema", json.dumps(SCHEMA))
+    pairs = [(scale.length_structured, scale.length_structured)] * num
+    rates: dict[str, list[float]] = {"free": [], "structured": []}
+    began = time.perf_counter()
+    structured_rate(engine, requests(pairs[:1], vocabulary), constraint)
+    first_s = time.perf_counter() - began
+    for _ in range(scale.num_tries):
+        for name, wanted in (("free", None), ("structured", constraint)):
+            engine.scheduler.pool.clear()
+            rates[name].append(structured_rate(engine, requests(pairs, vocabulary), wanted))
+    free, with_schema = (statistics.median(each) for each in rates.values())
+    return {
+        "free_per_s": free,
+        "structured_per_s": with_schema,
+        "ratio": with_schema / free,
+        "first_s": first_s,
+    }
+
+
+def structured_rate(
+    engine: Engine, wishes: list[GenerateRequest], constraint: Constraint | None
+) -> float:
+    for asked in wishes:
+        engine.add(replace(asked, params=replace(asked.params, constraint=constraint)))
+    took_s, num_tokens = finish(engine)
+    if engine.failures:
+        raise RuntimeError(f"a grammar failed: {engine.failures}")
+    wanted = sum(asked.params.max_tokens or 0 for asked in wishes)
+    if engine.is_idle and num_tokens != wanted:
+        raise RuntimeError(f"{num_tokens} tokens came; expected {wanted}")
+    return num_tokens / took_s
+
+
 def beside_transformers(bench: Bench) -> dict[str, Any]:
     scale = bench.scale
     pairs = [(scale.length_beside, scale.length_beside)] * scale.num_beside
@@ -533,9 +584,14 @@ CASES: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "prefix": prefix,
     "llama-8b-fp8": llama_fp8,
     "transformers": beside_transformers,
+    "structured-8b": partial(structured, values=LLAMA),
+    "structured-0.6b": partial(structured, values=QWEN3),
     "attention": attention,
 }
-HEADLINES = {"itl": "itl_ms", "prefix": "ratio", "transformers": "ratio"}
+HEADLINES = {
+    "itl": "itl_ms", "prefix": "ratio", "transformers": "ratio", "structured-8b": "ratio",
+    "structured-0.6b": "ratio",
+}  # fmt: skip
 
 
 def freed(bench: Bench) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -52,8 +53,10 @@ def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 def forbid(logits: Tensor, masks: TokenMasks) -> Tensor:
     """Return logits without the tokens that the masks of their rows exclude."""
-    places = torch.tensor(masks.places, device=logits.device)
     words = torch.from_numpy(masks.words).to(logits.device)
+    if list(masks.places) == list(range(len(logits))):
+        return forbid_rows(logits, words)
+    places = torch.tensor(masks.places, device=logits.device)
     found = logits.clone()
     found[places] = forbid_rows(logits[places], words)
     return found
@@ -61,12 +64,20 @@ def forbid(logits: Tensor, masks: TokenMasks) -> Tensor:
 
 def forbid_rows(logits: Tensor, words: Tensor) -> Tensor:
     """The same for one row of words for each row of logits."""
-    bits = torch.arange(32, device=logits.device, dtype=torch.int32)
-    is_allowed = ((words[:, :, None] >> bits) & 1).flatten(1).bool()
-    size = logits.shape[1]
+    is_allowed, size = _unpacked(words), logits.shape[1]
     # Tokens that only the model has are not in any text.
     is_allowed = F.pad(is_allowed, (0, max(0, size - is_allowed.shape[1])))[:, :size]
     return logits.masked_fill(~is_allowed, float("-inf"))
+
+
+def _unpacked(words: Tensor) -> Tensor:
+    """Return the bits of 32-bit words as booleans."""
+    if words.device.type == "cpu":
+        # Several times as fast as shifts.
+        bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    shifts = torch.arange(32, device=words.device, dtype=torch.int32)
+    return ((words[:, :, None] >> shifts) & 1).flatten(1).bool()
 
 
 def penalised(logits: Tensor, row: SamplingRow) -> Tensor:

@@ -55,7 +55,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     reasoning: JsonObject | None = None
-    metadata: object = None
+    metadata: JsonObject | str | None = None
     # vLLM's extensions.
     seed: int | None = None
     top_k: int | None = None

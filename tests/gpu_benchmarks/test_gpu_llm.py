@@ -44,6 +44,12 @@ def test_times_of_one_sequence_and_of_a_prefix(llm, bench):
     assert found["ratio"] == pytest.approx(found["hit_ms"] / found["miss_ms"])
 
 
+def test_structured_output_beside_none(llm, bench):
+    pytest.importorskip("llguidance")
+    found = llm.CASES["structured-0.6b"](bench)
+    assert found["ratio"] == pytest.approx(found["structured_per_s"] / found["free_per_s"])
+
+
 @pytest.mark.slow
 def test_a_case_that_was_measured_is_not_measured_again(llm, tmp_path, monkeypatch, capsys):
     out = tmp_path / "found.json"

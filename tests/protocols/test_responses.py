@@ -10,7 +10,8 @@ openai = pytest.importorskip("openai")
 
 from pydantic import BaseModel, Field  # noqa: E402
 from test_openai_http import NAME, with_client  # noqa: E402
-from test_tools import CITY, TEMPLATE, THINKING  # noqa: E402
+from test_tools import CITY, THINKING  # noqa: E402
+from text_server import WITH_TOOLS as TEMPLATE  # noqa: E402
 
 TOOLS = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
 ASKED = dict(model=NAME, input="the cat", max_output_tokens=120)

@@ -95,6 +95,7 @@ SCOPES = {
     "/v1/completions": "infer",
     "/v1/chat/completions": "infer",
     "/v1/embeddings": "infer",
+    "/v1/responses": "infer",
     "/v1/models": "infer",
     "/v1/models/{name:path}": "infer",
     "/tokenize": "infer",

@@ -11,12 +11,8 @@ pytest.importorskip("llguidance")
 openai = pytest.importorskip("openai")
 
 from test_openai_http import CHAT, NAME, with_client  # noqa: E402
+from text_server import WITH_TOOLS as TEMPLATE  # noqa: E402
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | length }} tools, <tool_call>{% endif %}{% for m in messages %}"
-    "<|start|>{{ m['role'] }}: {{ m['content'] }}{% if m.tool_calls %}{{ m.tool_calls[0]"
-    ".function.arguments.city }}{% endif %}<|end|>{% endfor %}<|start|>assistant:"
-)
 THINKING = TEMPLATE + "{% if think %}<think>{% endif %}{# </think> #}"
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}},
         "required": ["city"], "additionalProperties": False}  # fmt: skip
