@@ -20,6 +20,7 @@ from penstock.llm import loading  # noqa: E402
 from penstock.llm.batched_attention import BatchedAttention  # noqa: E402
 from penstock.llm.cache import Cache, Span  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
+from penstock.llm.constrained import ConstrainedSequences  # noqa: E402
 from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
 from penstock.llm.engine import Engine  # noqa: E402
 from penstock.llm.engine_loading import load  # noqa: E402
@@ -229,3 +230,29 @@ def test_a_step_costs_one_wait_and_is_told_of_by_its_marks(tmp_path):
     engine.runner = Kept()
     all_of(engine, [GenerateRequest(1, [1, 2, 3], replace(GREEDY, max_tokens=10))])
     assert len(began) == 10 and all(0 < each.device_s < 1 for each in began)
+
+
+def test_what_is_constrained_fits_and_the_others_are_as_without(tmp_path):
+    pytest.importorskip("llguidance")
+    import constrained_text as ct
+
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99},
+              "minItems": 2, "maxItems": 5}  # fmt: skip
+    write(tmp_path, QWEN3)
+    free = [
+        GenerateRequest(number, [5, 9, 2], SamplingParams(max_tokens=20, seed=number))
+        for number in (20, 21)
+    ]
+    wanted, _ = all_of(an_engine(tmp_path), list(free))
+    params = SamplingParams(max_tokens=200, constraint=ct.of_schema(schema))
+    asked = [GenerateRequest(n, [5, 9, 2], replace(params, seed=n)) for n in range(4)]
+    asked += [GenerateRequest(n, [5, 9, 2], replace(params, num_logprobs=2)) for n in (4, 5)]
+    engine = an_engine(tmp_path)
+    engine.constrained = ConstrainedSequences(lambda: ct.GRAMMARS, 4)
+    found, _ = all_of(engine, [*asked, *free])
+    assert not engine.failures
+    for request in asked:
+        stream = ct.VOCABULARY.stream([5])
+        text = "".join(stream.add(token) for token in found[request.id]) + stream.rest()
+        assert ct.fits(text, schema), text
+    assert {number: found[number] for number in wanted} == wanted

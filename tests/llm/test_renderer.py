@@ -26,6 +26,7 @@ from penstock.errors import (
 )
 from penstock.llm.messages import TextSource
 from penstock.llm.renderer import Renderer, RendererLife, TextLimits
+from penstock.sampling_params import Constraint
 
 SANE = "{% for m in messages %}<|start|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
 # Does what the first message says.
@@ -112,6 +113,46 @@ def test_texts_and_chats_become_tokens(tmp_path):
             assert vocabulary.num_tokens == TOKENIZER.get_vocab_size()
 
     asyncio.run(scenario())
+
+
+def check(renderer, constraint):
+    waiter = Waiter()
+    renderer.check(constraint, waiter)
+    return waiter.outcome
+
+
+class TestGrammars:
+    def test_they_are_checked_once(self, tmp_path):
+        good, bad = Constraint("regex", "a+"), Constraint("regex", "(")
+
+        async def scenario():
+            async with started(write_text(tmp_path), PATIENT) as (renderer, _):
+                assert await check(renderer, good) == []
+                with pytest.raises(InvalidRequest, match="unclosed group"):
+                    await check(renderer, bad)
+                os.kill(renderer.process.pid, signal.SIGSTOP)
+                # Known by now, so nothing is asked.
+                assert await check(renderer, good) == []
+                with pytest.raises(InvalidRequest, match="unclosed group"):
+                    check(renderer, bad)
+                os.kill(renderer.process.pid, signal.SIGCONT)
+
+        asyncio.run(scenario())
+
+    def test_one_that_takes_too_long_is_the_clients_fault(self, tmp_path):
+        slow = Constraint("regex", "(?:a{1000}){1000}{1000}")
+
+        async def scenario():
+            limits = TextLimits(job_s=0.001, char_s=0)
+            async with started(write_text(tmp_path), limits) as (renderer, _):
+                for _ in range(2):
+                    with pytest.raises(
+                        InvalidRequest, match="the grammar took longer than 0.001 s"
+                    ):
+                        await check(renderer, slow)
+                assert renderer.process.num_restarts <= 1
+
+        asyncio.run(scenario())
 
 
 class TestHarmfulTemplates:
