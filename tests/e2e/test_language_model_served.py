@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 openai = pytest.importorskip("openai")
 
-from text_server import NAME, write_model  # noqa: E402
+from text_server import NAME, WITH_TOOLS, write_model  # noqa: E402
 
 BODY = {"model": NAME, "prompt": "the cat sat", "max_tokens": 150, "ignore_eos": True}
 
@@ -25,7 +25,7 @@ BODY = {"model": NAME, "prompt": "the cat sat", "max_tokens": 150, "ignore_eos":
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     limits = {"penstock.max_num_seqs": "32", "penstock.kv_cache_bytes": str(8 << 20)}
-    return write_model(tmp_path_factory.mktemp("text"), limits)
+    return write_model(tmp_path_factory.mktemp("text"), limits, template=WITH_TOOLS)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,32 @@ def test_a_chat_whole_and_streamed(served: Served):
     assert "".join(texts) == whole.choices[0].message.content
     # Not all at once: the first came before the last was made.
     assert pieces[0][0] < pieces[-1][0]
+
+
+def test_structured_output_tools_and_responses(served: Served):
+    """By processes that compile grammars and compute masks."""
+    pytest.importorskip("llguidance")
+    client = a_client(served)
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}},
+            "required": ["city"], "additionalProperties": False}  # fmt: skip
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 120}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": city}}
+    for _ in range(2):
+        (choice,) = client.chat.completions.create(**chat, response_format=shape).choices
+        assert choice.finish_reason == "stop" and list(json.loads(choice.message.content)) == [
+            "city"
+        ]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
+    (choice,) = client.chat.completions.create(
+        **chat, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    ).choices
+    assert choice.finish_reason == "tool_calls"
+    assert list(json.loads(choice.message.tool_calls[0].function.arguments)) == ["city"]
+    with pytest.raises(openai.BadRequestError, match="unclosed group"):
+        client.chat.completions.create(**chat, extra_body={"guided_regex": "("})
+    form = {"format": {"type": "json_schema", "name": "x", "schema": city}}
+    response = client.responses.create(model=NAME, input="the cat", text=form)
+    assert list(json.loads(response.output_text)) == ["city"]
 
 
 def test_the_second_of_two_that_begin_alike_is_found(served: Served):
