@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,8 +45,9 @@ class Demanded:
             self.model.host.tick()
             await self.puppets.step_all()
 
-    def send(self) -> Request:
-        tensor = from_array("x", "INT64", np.arange(4, dtype=np.int64)[None])
+    def send(self, row: np.ndarray | None = None) -> Request:
+        values = np.arange(4) if row is None else row
+        tensor = from_array("x", "INT64", values.astype(np.int64)[None])
         request = Request(RecordingSink(), [tensor], self.clock())
         self.model.submit(request)
         return request
@@ -160,3 +162,34 @@ def test_all_instances_are_started_once_the_first_has_proved_the_model(count: in
         assert [each.state for each in demanded.model.processes] == ["ready"] * count
 
     run(scenario, replace(CONFIG, num_instances=count))
+
+
+MINGLES = """
+def infer(inputs):
+    return {"y": inputs["x"] + inputs["x"].sum(axis=0)}
+"""
+
+
+@pytest.mark.parametrize("slo_s", [None, 60.0], ids=["fixed", "slo"])
+def test_requests_that_waited_run_alone_if_the_model_proves_to_need_that(
+    tmp_path: Path, slo_s: float | None
+):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.py").write_text(MINGLES)
+
+    async def scenario(demanded):
+        assert demanded.model.mode != "unbatched"
+        requests = [demanded.send(np.arange(4) * number) for number in range(1, 6)]
+        await demanded.tick(3)
+        assert demanded.model.mode == "unbatched"
+        for number, each in enumerate(requests, 1):
+            assert each.sink.num_final == 1 and each.sink.error is None, each.sink.error
+            assert (each.sink.outputs[0]["y"][0] == 2 * number * np.arange(4)).all()
+
+    config = replace(
+        CONFIG,
+        backend="python",
+        artifact=str(tmp_path / "1" / "model.py"),
+        batching=BatchPolicy(4, is_dynamic=True, slo_latency_s=slo_s),
+    )
+    run(scenario, config)
