@@ -461,6 +461,8 @@ class _Resolver:
             written=to_text(message),
         )
         config = parameters.with_numbers(config, numbers)
+        if problem := parameters.on_demand_problem(config) if reader.on_demand() else "":
+            self._problem(f"parameters.{parameters.ON_DEMAND}", problem)
         problems = self._problems or ensemble_rules.graph_problems(config)
         if problems:
             raise ConfigError(problems)
@@ -516,6 +518,7 @@ class _Resolver:
             record=reader.record((*inputs, *outputs)),
         )
         config = self._with_labels(parameters.with_numbers(config, numbers))
+        config = replace(config, scaling=replace(config.scaling, on_demand=reader.on_demand()))
         # A stage tells how long rows are before the model's own queue.
         is_known = preprocess is None or preprocess.function in STAGES
         if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
