@@ -74,11 +74,14 @@ class MemberRun(TensorRun):
         text = measured_ensemble.describe(files)
         return Subject(build, KIND, subject.digest_of(target.parent), text)
 
+    def files(self, subject: Subject) -> Path:
+        return subject.build.folder.parent
+
     def place(self, subject: Subject, folder: Path) -> Build:
         if not folder.is_dir():
             draft = folder.with_name(f".{folder.name}")
             shutil.rmtree(draft, ignore_errors=True)
-            folders.link_tree(subject.build.folder.parent, draft)
+            folders.link_tree(self.files(subject), draft)
             os.rename(draft, folder)
         config = measured_ensemble.read(folder, self.plan.name).config
         return Build(Candidate(), folder / self.plan.name, config)

@@ -62,6 +62,10 @@ class ModelRun(ABC, Generic[S, D]):
     def open(self, target: Path) -> S:
         """Write the original as a model folder."""
 
+    def files(self, subject: S) -> Path:
+        """Return the folder with all files of the original."""
+        return subject.build.folder
+
     def place(self, subject: S, folder: Path) -> Build:
         """Keep the original in the run's folder; return its build there."""
         return workspace.place(subject.build, folder / self.plan.name)
@@ -87,7 +91,8 @@ class ModelRun(ABC, Generic[S, D]):
             key = self.key(subject, data)
             folder = workspace.work_folder(plan) / key
             original = folder / workspace.ORIGINAL
-            workspace.check_room(Path(plan.out), subject.build.folder, is_resumed=original.is_dir())
+            files = self.files(subject)
+            workspace.check_room(Path(plan.out), files, is_resumed=original.is_dir())
             findings = Findings()
             with Journal(folder, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
                 subject = replace(subject, build=self.place(subject, original))
