@@ -119,7 +119,8 @@ def member_slo(slo: Slo, others_s: float) -> Slo:
 
     def share(term: Latency) -> Latency:
         left_s = max(MIN_SHARE * term.limit_s, term.limit_s - others_s)
-        return replace(term, limit_s=left_s)
+        # As people write it: it may become the member's penstock.slo.
+        return replace(term, limit_s=float(f"{left_s:.3g}"))
 
     terms = (share(term) if isinstance(term, Latency) else term for term in slo.terms)
     return replace(slo, terms=tuple(terms))

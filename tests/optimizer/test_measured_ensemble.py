@@ -76,5 +76,6 @@ def test_a_member_gets_the_time_that_the_others_leave() -> None:
     assert str(measured_ensemble.member_slo(WISH, 0.005)) == (
         "p99 < 15ms, throughput >= 50/s at 20/s poisson"
     )
+    assert measured_ensemble.member_slo(WISH, 0.0012345).latency_s == 0.0188
     # Not less than a quarter.
     assert measured_ensemble.member_slo(WISH, 1.0).latency_s == 0.005
