@@ -60,6 +60,8 @@ def _check_fp8(device: str, shape: DecoderShape) -> None:
     problems = []
     if device.startswith("cuda") and torch.cuda.get_device_capability(device) < ADA:
         problems.append(f"dtype fp8: '{device}' has none; expected compute capability 8.9 or more")
+    if shape.experts is not None:
+        problems.append("dtype fp8: not for mixtures of experts; expected bfloat16 or float16")
     sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner}
     problems += [
         f"dtype fp8: {name} is {size}; expected a multiple of {FP8_MULTIPLE}"
@@ -128,9 +130,7 @@ def open_runner(
 
 def _in_int4(decoder: Decoder) -> dict[str, str]:
     """Report how many linear layers run in int4: torch does not take all sizes."""
-    all_of_them: list[object] = [
-        each for n in decoder.layers for each in (n.qkv, n.out, n.gate_up, n.down)
-    ]
+    all_of_them = [each for layer in decoder.layers for each in layer.linears]
     num = sum(isinstance(each, Int4Linear) for each in all_of_them)
     rest = len(all_of_them) - num
     told = f"{num} of {len(all_of_them)} linear layers"

@@ -14,8 +14,8 @@ from torch.nn import functional as F  # noqa: E402
 from penstock.kernels import decoding, paged_attention, token_sampling  # noqa: E402
 from penstock.llm import operations, sampling  # noqa: E402
 from penstock.llm.logits import without  # noqa: E402
-from penstock.llm.models.decoder import rms_norm  # noqa: E402
 from penstock.llm.models.fp8 import fp8_linear, in_fp8  # noqa: E402
+from penstock.llm.models.norms import rms_norm  # noqa: E402
 from penstock.llm.operations import Places  # noqa: E402
 
 TYPES = [torch.float16, torch.bfloat16]

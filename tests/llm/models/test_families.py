@@ -9,7 +9,7 @@ import tiny_llm as tiny
 
 from penstock.errors import ConfigError
 from penstock.llm.models.families import FAMILIES, LLAMA, QWEN3, family_of
-from penstock.llm.models.shape import Rope
+from penstock.llm.models.rope import Rope
 
 GGUF = {
     "llama.block_count": 30,
@@ -34,6 +34,16 @@ GGUF = {
         ("qwen2", "qwen2"),
         ("Qwen3ForCausalLM", "qwen3"),
         ("Phi3ForCausalLM", "phi3"),
+        ("MixtralForCausalLM", "mixtral"),
+        ("Qwen3MoeForCausalLM", "qwen3moe"),
+        ("qwen3moe", "qwen3moe"),
+        ("Gemma2ForCausalLM", "gemma2"),
+        ("gemma2", "gemma2"),
+        ("Gemma3ForCausalLM", "gemma3"),
+        ("gemma3", "gemma3"),
+        ("GPT2LMHeadModel", "gpt2"),
+        ("gpt2", "gpt2"),
+        ("OPTForCausalLM", "opt"),
     ],
 )
 def test_by_architecture(architecture, name):
@@ -42,7 +52,7 @@ def test_by_architecture(architecture, name):
 
 def test_others_are_refused_with_those_that_there_are():
     with pytest.raises(
-        ConfigError, match=r"'GemmaForCausalLM' is not served; expected one of Llama"
+        ConfigError, match=r"'GemmaForCausalLM' is not served; expected one of GPT2"
     ):
         family_of("GemmaForCausalLM")
 
@@ -85,13 +95,13 @@ def test_what_is_not_computed_here_is_refused(key, value):
 def test_rope_of_a_gguf_file():
     scaled = {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     assert LLAMA.shape_of_gguf(scaled).rope == Rope(1e5, "linear", 4.0)
-    with pytest.raises(ConfigError, match="rope of type 'yarn'; expected none or linear"):
-        LLAMA.shape_of_gguf({**GGUF, "llama.rope.scaling.type": "yarn"})
+    with pytest.raises(ConfigError, match="rope of type 'longrope'; expected none, linear or yarn"):
+        LLAMA.shape_of_gguf({**GGUF, "llama.rope.scaling.type": "longrope"})
 
 
 def test_every_weight_has_a_name_in_gguf():
     shape = LLAMA.shape_of_config(tiny.CONFIG)
-    names = LLAMA.gguf_names(shape)
+    names = {name: place.name for name, place in LLAMA.gguf_places(shape).items()}
     assert names["model.layers.1.mlp.down_proj.weight"] == "blk.1.ffn_down.weight"
     assert len(set(names.values())) == len(names) == 2 + 2 * 9
 
@@ -115,9 +125,9 @@ def test_heads_are_of_128_unless_told_and_normalised():
 
 def test_norms_have_names_in_gguf_and_weights_lie_as_they_are():
     shape = QWEN3.shape_of_config(tiny.QWEN3)
-    names = QWEN3.gguf_names(shape)
-    assert names["model.layers.0.self_attn.k_norm.weight"] == "blk.0.attn_k_norm.weight"
-    assert names["lm_head.weight"] == "output.weight"
+    names = QWEN3.gguf_places(shape)
+    assert names["model.layers.0.self_attn.k_norm.weight"].name == "blk.0.attn_k_norm.weight"
+    assert names["lm_head.weight"].name == "output.weight"
     values = np.arange(6).reshape(3, 2)
     found = QWEN3.from_gguf("model.layers.0.self_attn.q_proj.weight", values, shape)
     np.testing.assert_array_equal(found, values)
