@@ -9,6 +9,7 @@ from penstock.llm import messages
 from penstock.llm.cache import attend_alone
 from penstock.llm.checkpoint import made_up
 from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.families import family_of
 from penstock.llm.models.weights import weight_sizes
 
 MAX_LENGTH = 64
@@ -75,8 +76,24 @@ def weights_of(folder, **changes) -> dict[str, torch.Tensor]:
 def write_folder(folder, **changes) -> dict[str, torch.Tensor]:
     torch.manual_seed(4)
     weights = weights_of(folder, **changes)
-    save_file(weights, folder / "model.safetensors")
+    save_file(in_files(folder, weights), folder / "model.safetensors")
     return weights
+
+
+def in_files(folder, weights) -> dict[str, torch.Tensor]:
+    """The same weights as the family's files have them."""
+    config = json.loads((folder / "config.json").read_text())
+    family, shape = family_of(config["architectures"][0]), made_up(folder / "config.json").shape
+    parts: dict[str, list] = {}
+    for name, place in family.file_places(shape).items():
+        own = weights[name] - 1 if family.has_low_norms and "norm" in name else weights[name]
+        parts.setdefault(place.name, []).append((place, own.t() if place.is_transposed else own))
+    found = {}
+    for name, several in parts.items():
+        axis = 1 if several[0][0].is_transposed else 0
+        ordered = [own for _, own in sorted(several, key=lambda each: each[0].start)]
+        found[name] = torch.cat(ordered, axis).contiguous()
+    return found
 
 
 def decoder_of(folder, config, dtype=torch.float32, quantised="") -> Decoder:

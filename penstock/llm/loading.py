@@ -15,9 +15,11 @@ from penstock.llm.checkpoint import made_up, open_checkpoint
 from penstock.llm.engine import EngineRunner
 from penstock.llm.messages import EngineSettings
 from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.experts import ExpertLayer, ExpertLoad
 from penstock.llm.models.int4 import Int4Linear
 from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import DecoderShape
+from penstock.llm.models.swiglu import DecoderLayer
 from penstock.llm.runner import CpuRunner
 from penstock.llm.scheduler import StepLimits
 from penstock.llm.settings import DEFAULT_CACHE_BYTES, ON_CPUS
@@ -126,6 +128,11 @@ def open_runner(
     runner = CudaRunner(decoder, cache, device, limits, has_graphs=has_graphs)
     runner.prepare()
     return runner, runner.facts()
+
+
+def expert_load(decoder: Decoder) -> ExpertLoad:
+    feeds = [layer.feed for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    return ExpertLoad([feed.load for feed in feeds if isinstance(feed, ExpertLayer)])
 
 
 def _in_int4(decoder: Decoder) -> dict[str, str]:

@@ -29,6 +29,12 @@ def test_a_folder_with_one_file(tmp_path):
     assert_same(open_checkpoint(tmp_path), weights)
 
 
+@pytest.mark.parametrize("config", tiny.OTHERS.values(), ids=tiny.OTHERS)
+def test_weights_that_files_have_in_other_places_and_forms(tmp_path, config):
+    weights = tiny.write_folder(tmp_path, **config)
+    assert_same(open_checkpoint(tmp_path), weights)
+
+
 def test_a_folder_with_several_files(tmp_path):
     weights = tiny.weights_of(tmp_path)
     places = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(weights)}
@@ -84,7 +90,7 @@ GPT2 = {
     "n_positions": 128, "n_inner": 40, "vocab_size": 50, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 GPT2_GGUF = {
-    "attention.head_count_kv": 6, "attention.layer_norm_epsilon": 1e-5,
+    "attention.head_count_kv": 6, "attention.key_length": 4, "attention.layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 QWEN3_EXPERTS = {

@@ -69,6 +69,26 @@ class ExpertLayer:
         return shares.to(x.dtype), chosen
 
 
+class ExpertLoad:
+    """How many tokens each expert has computed, in all layers together."""
+
+    def __init__(self, loads: Sequence[Tensor]) -> None:
+        self._loads = loads
+        self._taken = self._totals()
+
+    def take(self) -> tuple[int, ...]:
+        """Return the tokens since the last time; empty without experts. Does not wait for steps in
+        flight, whose tokens may come with the next time."""
+        before, self._taken = self._taken, self._totals()
+        return tuple(now - then for now, then in zip(self._taken, before, strict=True))
+
+    def _totals(self) -> list[int]:
+        if not self._loads:
+            return []
+        found: list[int] = torch.stack(list(self._loads)).sum(0).tolist()
+        return found
+
+
 def expert_sizes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts.num, width)}
     for number in range(experts.num):

@@ -126,8 +126,8 @@ class ModelFamily:
     # Rows of position embeddings in safetensors files before that of position 0.
     num_rows_before: int = 0
     # Which layers `sliding_window` of config.json is for: all of them, or with `use_sliding_window`
-    # those from `max_window_layers` on.
-    windows: Literal["none", "all", "late"] = "none"
+    # those from `max_window_layers` on; or `of_config` reads it.
+    windows: Literal["none", "all", "late", "own"] = "none"
     # Parts of the decoder's names in safetensors files, replaced in this order.
     renames: tuple[tuple[str, str], ...] = ()
     # Beginning of names that some files leave out.
@@ -154,7 +154,8 @@ class ModelFamily:
         is_tied = reader.flag("tie_word_embeddings", self.is_tied)
         has_bias = reader.flag("attention_bias", False) and self.has_qkv_bias is None
         epsilon = reader.real(self.epsilon_key, self.epsilon)
-        reader.accept({"quantization_config": None, **self.served})
+        _refuse_quantised(reader)
+        reader.accept(self.served)
         sizes = _sizes(reader, self.keys, self.head_size)
         rope = NO_ROPE
         if not self.has_positions:
@@ -183,13 +184,19 @@ class ModelFamily:
 
     def _windows(self, reader: Reader, num_layers: int, max_length: int) -> tuple[int, ...]:
         """Read which layers have a window; empty if none has one within the model's length."""
-        kinds = reader.names("layer_types", num_layers, (FULL, SLIDING))
-        is_used = self.windows == "all" or reader.flag("use_sliding_window", False)
-        if self.windows == "none":
+        if self.windows == "own":
+            return ()
+        has_windows = self.windows != "none"
+        if not has_windows:
             reader.accept({"use_sliding_window": False})
-        if not is_used or self.windows == "none" or reader.values.get("sliding_window") is None:
-            if SLIDING in kinds and self.windows != "none":
-                reader.whole("sliding_window")
+        accepted = (FULL, SLIDING) if has_windows else (FULL,)
+        kinds = reader.names("layer_types", num_layers, accepted)
+        is_used = self.windows == "all" or reader.flag("use_sliding_window", False)
+        if not has_windows or not is_used or reader.values.get("sliding_window") is None:
+            if SLIDING in kinds and has_windows:
+                reader.problems.append(
+                    f"{reader.label}: layer_types has {SLIDING!r} without a sliding_window in use"
+                )
             return ()
         window = reader.whole("sliding_window")
         first = reader.whole("max_window_layers", 28) if self.windows == "late" else 0
@@ -219,6 +226,9 @@ class ModelFamily:
             has_positions=self.has_positions,
         )
         shape = self.of_gguf(reader, shape)
+        window = reader.values.get(key := f"{prefix}.attention.sliding_window")
+        if window and not shape.windows:
+            reader.problems.append(f"GGUF: {key} is {window!r}; expected none in this family")
         reader.check()
         return shape
 
@@ -282,6 +292,17 @@ class ModelFamily:
 
 # Position embeddings are in the embeddings, and heads are not rotated.
 NO_ROPE = Rope(share=0.0)
+
+
+def _refuse_quantised(reader: Reader) -> None:
+    """Refuse checkpoints whose weights are packed, by the name of their method."""
+    told = reader.part("quantization_config") or reader.part("compression_config")
+    if told:
+        reader.problems.append(
+            f"{reader.label}: weights quantised by {told.get('quant_method', 'unknown')!r} are not "
+            "served; expected unquantised weights, whose linear layers penstock.dtype quantises, "
+            "or a GGUF file"
+        )
 
 
 def windows_of(kinds: list[str], window: int, max_length: int) -> tuple[int, ...]:

@@ -88,6 +88,7 @@ def _family(name: str, architecture: str, has_qk_norm: bool, theta: float) -> Mo
         of_config=_of_config,
         of_gguf=_of_gguf,
         has_qk_norm=has_qk_norm,
+        windows="own",
         gguf_names={
             "post_attention_layernorm": "post_attention_norm",
             "pre_feedforward_layernorm": "ffn_norm",

@@ -123,6 +123,12 @@ def rope_of_config(
 def rope_of_gguf(reader: Reader, prefix: str, head_size: int, max_length: int) -> Rope:
     """Read the values of a GGUF file whose keys begin with `prefix`."""
     found = Rope(reader.real(f"{prefix}.rope.freq_base", 10_000.0))
+    count = reader.values.get(f"{prefix}.rope.dimension_count", head_size)
+    if count != head_size:
+        reader.problems.append(
+            f"{reader.label}: {prefix}.rope.dimension_count is {count!r}; expected {head_size}, "
+            "whole heads"
+        )
     scaling = f"{prefix}.rope.scaling"
     kind = reader.values.get(f"{scaling}.type", "none")
     if kind == "linear":

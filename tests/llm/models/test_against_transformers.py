@@ -8,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import save_file  # noqa: E402
+
 from penstock.llm.cache import attend_alone  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
@@ -155,12 +157,25 @@ def test_every_family_has_a_case():
 
 
 @pytest.mark.parametrize(("kind", "changes"), CASES.values(), ids=CASES)
-def test_logits_and_greedy_tokens(tmp_path, kind, changes):
+def test_logits(tmp_path, kind, changes):
+    """Of more tokens than windows and original lengths have."""
     model = make_model(kind, changes)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
         architecture_of(kind)
     ]
+    tokens = torch.randint(COMMON["vocab_size"], (200,))
+    with torch.no_grad():
+        wanted = model(tokens[None]).logits[0]
+    assert wanted.std() > 0.2
+    torch.testing.assert_close(logits_of(tmp_path, tokens)[0], wanted, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "changes"), CASES.values(), ids=CASES)
+def test_greedy_tokens(tmp_path, kind, changes):
+    model = make_model(kind, changes)
+    model.save_pretrained(tmp_path)
     prompt = torch.tensor([[3, 1, 4, 1, 5, 9]])
     with torch.no_grad():
         tokens = model.generate(
@@ -173,6 +188,21 @@ def test_logits_and_greedy_tokens(tmp_path, kind, changes):
     assert len(tokens) == len(prompt[0]) + NUM_TOKENS <= shape.max_length
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-3)
     assert found[len(prompt[0]) - 1 : -1].argmax(-1).tolist() == tokens[len(prompt[0]) :].tolist()
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("GPT2", GPT2), ("OPT", OPT)])
+def test_names_may_begin_later(tmp_path, kind, changes):
+    """As in the first checkpoints, which have masks too."""
+    model = make_model(kind, changes)
+    model.save_pretrained(tmp_path)
+    prefix = {"GPT2": "transformer.", "OPT": "model."}[kind]
+    weights = {name.removeprefix(prefix): each.clone() for name, each in model.state_dict().items()}
+    weights["h.0.attn.bias" if kind == "GPT2" else "lm_head.weight"] = torch.ones(3)
+    save_file(weights, tmp_path / "model.safetensors")
+    tokens = torch.arange(40)
+    with torch.no_grad():
+        wanted = model(tokens[None]).logits[0]
+    torch.testing.assert_close(logits_of(tmp_path, tokens)[0], wanted, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(
