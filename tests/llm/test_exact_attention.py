@@ -122,6 +122,18 @@ def test_answers_do_not_depend_on_others_in_the_batch(tmp_path, dtype, num_threa
     assert found == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "experts"])
+def test_other_layers_keep_the_law(tmp_path, name, dtype):
+    sizes = {**SIZES, "num_experts": 8, "moe_intermediate_size": 64}
+    if name == "gpt2":
+        sizes = {"n_embd": 96, "n_positions": 256, "vocab_size": SIZES["vocab_size"]}
+    tiny.write_folder(tmp_path, **{**tiny.OTHERS[name], **sizes})
+    engine, _ = load(tiny.settings_of(tmp_path, dtype=dtype, **OPTIONS))
+    assert differences(engine, SIZES["vocab_size"]) == []
+
+
 def test_int4_keeps_the_law_with_layers_of_odd_sizes(tmp_path):
     odd = SIZES | {"intermediate_size": 150, "head_dim": 16, "num_attention_heads": 5,
                    "num_key_value_heads": 1}  # fmt: skip

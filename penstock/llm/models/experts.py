@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.packed_encoder import uses_kernels
 from penstock.llm.models.feed import SwiGlu, make_swiglu, swiglu_sizes
+from penstock.llm.models.int4 import FixedRowsLinear
 from penstock.llm.models.layer import MakeLinear, Place
 from penstock.llm.models.linear import AnyLinear, Linear
 from penstock.llm.models.shape import Experts
@@ -29,7 +30,7 @@ class ExpertWeights:
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
     sizes: Experts
-    router: Linear
+    router: AnyLinear
     experts: Sequence[SwiGlu] | ExpertWeights
     # Tokens that each expert has computed.
     load: Tensor
@@ -97,10 +98,12 @@ def expert_sizes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def make_experts(experts: Experts, prefix: str, place: Place, linear: MakeLinear) -> ExpertLayer:
-    router = Linear(place(f"{prefix}.gate.weight"), None)
+    weight = place(f"{prefix}.gate.weight")
+    # A token's experts must not depend on the batch.
+    router = Linear(weight, None) if weight.is_cuda else FixedRowsLinear(weight, None)
     prefixes = [f"{prefix}.experts.{number}" for number in range(experts.num)]
-    load = torch.zeros(experts.num, dtype=torch.int64, device=router.weight.device)
-    if uses_kernels(router.weight):
+    load = torch.zeros(experts.num, dtype=torch.int64, device=weight.device)
+    if uses_kernels(weight):
         return ExpertLayer(experts, router, _make_weights(experts, prefixes, place), load)
     own = [make_swiglu(each, place, linear) for each in prefixes]
     return ExpertLayer(experts, router, own, load)
