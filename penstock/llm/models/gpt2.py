@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.llm.models.family import QKV, ModelFamily
+from penstock.llm.models.family import KEYS, QKV, ModelFamily
 from penstock.llm.models.layer import (
     AttendHere,
     LayerKind,
@@ -110,13 +110,12 @@ GPT2 = ModelFamily(
     ("GPT2LMHeadModel", "gpt2"),
     GPT,
     keys={
+        **KEYS,
         "num_layers": "n_layer",
         "width": "n_embd",
         "num_heads": "n_head",
         "num_kv_heads": "n_head",
-        "head_size": "head_dim",
         "inner": "n_inner",
-        "vocabulary": "vocab_size",
         "max_length": "n_positions",
     },
     epsilon_key="layer_norm_epsilon",
