@@ -96,6 +96,8 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     engine.constrained = ConstrainedSequences(grammars, settings.num_threads)
     if settings.ttft_s is not None:
         learn_pace(engine)
+    # Without the tokens of warm-ups.
+    engine.read_expert_load = loading.expert_load(decoder).take
     built = {
         "torch": str(torch.__version__),
         "device": settings.device,

@@ -148,6 +148,8 @@ class StepReport(Frame, tag="new"):
     waits_s: tuple[float, ...] = ()
     # Seconds of the steps since the last report.
     busy_s: float = 0.0
+    # New tokens of each expert, in all layers together; only in some reports.
+    expert_tokens: tuple[int, ...] = ()
 
 
 class PromptLogprobsChunk(Frame, tag="prompt"):

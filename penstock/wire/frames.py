@@ -559,13 +559,14 @@ class Drain(Frame, tag="drn"):
 
 class ModelProved(Frame, tag="prv"):
     """All workers of a model are ready for the first time: what their trial runs showed, and the
-    warm durations of each (see WorkerReady)."""
+    warm durations of each (see WorkerReady). A model that the first request loads is opened with
+    the defaults, and once more when that has happened."""
 
-    proof: Proof
-    load_s: float
-    needs_requests: bool
-    timings: tuple[dict[int, float], ...]
-    bucket_timings: tuple[dict[int, dict[int, float]], ...]
+    proof: Proof = msgspec.field(default_factory=Proof)
+    load_s: float = 0.0
+    needs_requests: bool = False
+    timings: tuple[dict[int, float], ...] = ()
+    bucket_timings: tuple[dict[int, dict[int, float]], ...] = ()
 
 
 class SetWorker(Frame, tag="setw"):
@@ -626,10 +627,13 @@ class TryGranted(Frame, tag="try"):
 
 class Scaled(Frame, tag="scl"):
     """How many instances the model should have from now on, and how long one took to be ready. With
-    none, requests wait for the first one, and the part sends Wake."""
+    none, requests wait for the first one, and the part sends Wake. With a `problem`, they are
+    refused for `refuse_s`."""
 
     target: int
     load_s: float
+    problem: str = ""
+    refuse_s: float = 0.0
 
 
 class Resized(Frame, tag="rsz"):
