@@ -90,7 +90,8 @@ def test_structured_output_tools_and_responses(served: Served):
     client = a_client(served)
     city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}},
             "required": ["city"], "additionalProperties": False}  # fmt: skip
-    chat = {"model": NAME, "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 120}
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "the cat"}]}
+    chat |= {"max_tokens": 180, "seed": 3}
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": city}}
     for _ in range(2):
         (choice,) = client.chat.completions.create(**chat, response_format=shape).choices
@@ -106,7 +107,9 @@ def test_structured_output_tools_and_responses(served: Served):
     with pytest.raises(openai.BadRequestError, match="unclosed group"):
         client.chat.completions.create(**chat, extra_body={"guided_regex": "("})
     form = {"format": {"type": "json_schema", "name": "x", "schema": city}}
-    response = client.responses.create(model=NAME, input="the cat", text=form)
+    response = client.responses.create(
+        model=NAME, input="the cat", text=form, extra_body={"seed": 3}
+    )
     assert list(json.loads(response.output_text)) == ["city"]
 
 

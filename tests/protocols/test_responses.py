@@ -14,7 +14,7 @@ from test_tools import CITY, THINKING  # noqa: E402
 from text_server import WITH_TOOLS as TEMPLATE  # noqa: E402
 
 TOOLS = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
-ASKED = dict(model=NAME, input="the cat", max_output_tokens=120)
+ASKED = dict(model=NAME, input="the cat", max_output_tokens=150, extra_body={"seed": 3})
 
 
 class Pet(BaseModel):
