@@ -71,6 +71,17 @@ backend: "python" max_batch_size: 0 model_transaction_policy { decoupled: true }
 input { name: "count" data_type: TYPE_INT32 dims: 1 }
 output { name: "n" data_type: TYPE_INT32 dims: 1 }
 """
+ENSEMBLE = """
+platform: "ensemble" max_batch_size: 0
+input { name: "count" data_type: TYPE_INT32 dims: 1 }
+output { name: "n" data_type: TYPE_INT32 dims: 1 }
+ensemble_scheduling {
+  step {
+    model_name: "counted" model_version: -1
+    input_map { key: "count" value: "count" } output_map { key: "n" value: "n" }
+  }
+}
+"""
 # Code of TritonError: gRPC's status and HTTP's.
 CODES = {
     "UNKNOWN": ("UNKNOWN", "500"),
@@ -97,6 +108,7 @@ def served(
     root = tmp_path_factory.mktemp("models")
     add(root, "told", CODE, CONFIG)
     add(root, "counted", COUNTED, COUNTED_CONFIG)
+    add(root, "whole", "", ENSEMBLE)
     with Served(root, "--shards", request.param, grpc=True) as running:
         yield running
 
@@ -135,4 +147,12 @@ def test_wide_integers_become_what_the_configuration_says(served: Served) -> Non
 def test_a_request_may_be_empty_where_all_inputs_are_optional(served: Served) -> None:
     for _, client in clients(served):
         assert client.infer("told", []).as_numpy("sum").tolist() == [0]
+        client.close()
+
+
+def test_a_member_without_a_response_fails_the_request(served: Served) -> None:
+    for module, client in clients(served):
+        why = "in ensemble 'whole', model 'counted': gives no tensor 'n' to the ensemble"
+        with pytest.raises(InferenceServerException, match=why):
+            client.infer("whole", [tensor(module, "count", "INT32", 0)])
         client.close()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -37,8 +38,8 @@ class QaModel:
         return self.name or self.source.rpartition("/")[2]
 
 
-# Where the models lie that QA's generators make, once for a run.
-GENERATED = Path(__file__).resolve().parents[2] / ".bench" / "triton-generated"
+# The models that QA's generators make, once for a run.
+GENERATED = tempfile.TemporaryDirectory(prefix="triton-generated-")
 GENERATORS: dict[str, tuple[str, tuple[str, ...]]] = {
     "identity": ("gen_qa_identity_models.py", ("--onnx",)),
     "onnx": ("gen_qa_models.py", ("--onnx",)),
@@ -57,9 +58,8 @@ Edits = Sequence[tuple[str, str]]
 def generate(checkouts: Checkouts, kind: str) -> Path:
     """Run one of QA's generators of models; return the folder of what it made."""
     script, flags = GENERATORS[kind]
-    folder = GENERATED / kind
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder = Path(GENERATED.name) / kind
+    folder.mkdir()
     command = [sys.executable, "-B", script, *flags, "--models_dir", str(folder)]
     where = checkouts.qa / "common"
     done = subprocess.run(command, cwd=where, capture_output=True, text=True)

@@ -147,6 +147,12 @@ def grpc_scenes(checkouts: Checkouts) -> list[Scene]:
         any_length = ((r"dims: \[ 1 \]", "dims: [ -1 ]"),)
         add_qa_models(root, checkouts, QaModel("string_identity", replace=any_length))
 
+    def eight(root: Path) -> None:
+        for name in (*SEVEN, "inception_onnx"):
+            add_example(root, checkouts, name)
+        stand_ins.add_densenet(root / "densenet_onnx")
+        stand_ins.add_inception(root / "inception_onnx")
+
     def plugin(root: Path) -> None:
         source = checkouts.qa / "L0_grpc" / "client_plugin_models"
         shutil.copytree(source, root, dirs_exist_ok=True)
@@ -161,8 +167,9 @@ def grpc_scenes(checkouts: Checkouts) -> list[Scene]:
         Scene("L0_grpc", simple_and_string, (tests(checkouts, unit, "GrpcTest"),)),
         Scene(
             "L0_grpc, aio",
-            simple_and_string,
+            eight,
             (tests(checkouts, "L0_grpc/python_grpc_aio_test.py"),),
+            ("--shared-memory",),
         ),
         Scene(
             "L0_grpc, restricted protocols",
@@ -182,10 +189,7 @@ def grpc_scenes(checkouts: Checkouts) -> list[Scene]:
         Scene(
             "L0_client_timeout",
             slow,
-            (
-                tests(checkouts, "L0_client_timeout/client_infer_timeout_test.py"),
-                tests(checkouts, "L0_client_timeout/client_non_infer_timeout_test.py"),
-            ),
+            (tests(checkouts, "L0_client_timeout/client_infer_timeout_test.py"),),
             (*EXPLICIT, "--load-model", "custom_identity_int32", "--shared-memory"),
         ),
     ]
