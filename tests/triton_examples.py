@@ -62,7 +62,7 @@ def main() -> int:
     began = time.monotonic()
     shards = tuple(given.shards or SHARDS)
     tables = [
-        play_group(name, pick_scenes(GROUPS[name][1](checkouts), given.only), shards)
+        play_group(name, pick_scenes(name, GROUPS[name][1](checkouts), given.only), shards)
         for name in given.group or GROUPS
     ]
     print("\n".join(["", *(table.summary() for table in tables)]))
@@ -72,8 +72,10 @@ def main() -> int:
     return 1 if num_faults or not any(table.rows() for table in tables) else 0
 
 
-def pick_scenes(scenes: list[Scene], only: str) -> list[Scene]:
+def pick_scenes(group: str, scenes: list[Scene], only: str) -> list[Scene]:
     """Keep scenes with this in their title, and checks with it in theirs."""
+    if not only:
+        return [each for each in scenes if each.title not in reasons.UNJUDGED.get(group, ())]
     picked = []
     for scene in scenes:
         checks = tuple(check for check in scene.checks if only in check.title)
@@ -85,7 +87,7 @@ def pick_scenes(scenes: list[Scene], only: str) -> list[Scene]:
 
 
 def play_group(name: str, scenes: list[Scene], shards: tuple[int, ...]) -> Table:
-    table = Table(GROUPS[name][0], shards, reasons.FAILS, reasons.NOT_RUN.get(name, {}))
+    table = Table(GROUPS[name][0], shards, reasons.failing(), reasons.not_run(name))
     for scene in scenes:
         for number in shards:
             folder = LOGS / f"{file_name(scene.title)}-{number}"

@@ -296,9 +296,13 @@ class Planner:
                 if self._num_required == total
                 else f"expected number of inputs between {self._num_required} and {total}"
             )
+            given, lacked = (
+                ",".join(map(repr, names)) for names in ([each.name for each in tensors], missing)
+            )
             raise InvalidRequest(
-                f"{expected} but got {len(tensors)} inputs for model '{name}': "
-                f"missing {quoted(missing)}"
+                f"{expected} but got {len(tensors)} inputs for model '{name}'. "
+                f"Got input(s) [{given}], but missing required input(s) [{lacked}]. "
+                "Please provide all required input(s)."
             )
         return sorted(seen.items())
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from pathlib import Path
 
 from triton_material import stand_ins
 from triton_material.checkouts import Checkouts
+from triton_material.gpu import has_gpu
 from triton_material.layouts import add_python_example
 from triton_material.scenes import Check, Scene
 
@@ -123,7 +123,3 @@ def checks_of(checkouts: Checkouts, name: str) -> list[Check]:
 def passes(example: Path) -> str:
     """Return what the example prints when all is well, if it does."""
     return "PASS" if "PASS" in example.read_text() else ""
-
-
-def has_gpu() -> bool:
-    return os.path.exists("/dev/nvidiactl")

@@ -82,11 +82,6 @@ def http_scenes(checkouts: Checkouts) -> list[Scene]:
     def generate(root: Path) -> None:
         add_qa_models(root, checkouts, QaModel("generate_models/mock_llm"))
 
-    def limits(root: Path) -> None:
-        add_generated(root, checkouts, "identity", "onnx_zero_1_float32")
-        add_example(root, checkouts, "simple_identity")
-
-    size = "InferSizeLimitTest::test_"
     return [
         Scene(
             "L0_http", identities, (tests(checkouts, "L0_http/http_test.py", without=LARGE),), ALL
@@ -108,35 +103,6 @@ def http_scenes(checkouts: Checkouts) -> list[Scene]:
                 *("--http-restricted-api", "model-repository:admin-key=admin-value"),
                 *("--http-restricted-api", "inference,metadata:infer-key=infer-value"),
             ),
-        ),
-        Scene(
-            "L0_http, size limits",
-            limits,
-            (
-                tests(
-                    checkouts,
-                    "L0_http/http_input_size_limit_test.py",
-                    f"{size}default_limit_raw_binary",
-                    f"{size}default_limit_json",
-                    f"{size}large_string_in_json",
-                    f"{size}default_limit_compressed",
-                    f"{size}json_dtype_size_expansion_exceeds_limit_error",
-                ),
-            ),
-        ),
-        Scene(
-            "L0_http, larger limit",
-            limits,
-            (
-                tests(
-                    checkouts,
-                    "L0_http/http_input_size_limit_test.py",
-                    f"{size}large_input_raw_binary",
-                    f"{size}large_input_json",
-                    f"{size}large_input_compressed",
-                ),
-            ),
-            ("--max-body-bytes", str(2**27), "--max-json-bytes", str(2**27)),
         ),
     ]
 

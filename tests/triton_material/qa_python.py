@@ -20,7 +20,11 @@ from triton_material.scenes import Scene, TestFile
 FOLDER = "L0_backend_python"
 # QA's switch for machines on which it tests neither a GPU nor Triton's own shared memory.
 NO_GPU = {"TEST_JETSON": "1"}
+# What its models that call others are told to test.
+BLS_KIND = {"BLS_KIND": "non_decoupled"}
 EXPLICIT = ("--model-control-mode", "explicit")
+# It fills Triton's own pool of shared memory with a body of more than 1 GiB.
+GROWTH = ("PythonTest::test_growth_error",)
 # Batches of three requests must come together.
 QUEUE = "dynamic_batching {{ preferred_batch_size: [8], max_queue_delay_microseconds: {} }}"
 EIGHT = f"max_batch_size: 8\n{QUEUE.format(12_000_000)}"
@@ -150,25 +154,33 @@ def scenes(checkouts: Checkouts) -> list[Scene]:
         shutil.copy(source / decoupled.name / "model.py", decoupled / "1")
         shutil.copy(source / decoupled.name / CONFIG, decoupled)
 
-    def tests(folder: str, file: str, *only: str, log: str = "", **environment: str) -> TestFile:
+    def tests(
+        folder: str,
+        file: str,
+        *only: str,
+        log: str = "",
+        without: tuple[str, ...] = (),
+        model: str = "",
+    ) -> TestFile:
         title = f"{FOLDER}/{folder}/{file}".replace("//", "/").replace("bls/../", "")
-        if model := environment.get("MODEL_NAME"):
-            title += f" ({model})"
-        return TestFile(title, file, qa / folder, only, (), NO_GPU | environment, log)
+        environment = {"MODEL_NAME": model} if model else {}
+        title += f" ({model})" if model else ""
+        return TestFile(title, file, qa / folder, only, without, NO_GPU | environment, log)
 
     def one(group: str, *checks: TestFile, flags: tuple[str, ...] = (), more: object = ()) -> Scene:
-        return Scene(f"{FOLDER}, {group}", build_of(group, *more), checks, flags)
+        title = f"{FOLDER}, {group}"
+        return Scene(title, build_of(group, *more), checks, flags, environment=BLS_KIND)
 
     leak = "../test_infer_shm_leak.py"
     return [
-        one("main", tests("", "python_test.py"), flags=("--shared-memory",)),
+        one("main", tests("", "python_test.py", without=GROWTH), flags=("--shared-memory",)),
         one("lifecycle", tests("lifecycle", "lifecycle_test.py", log="lifecycle_server.log")),
         one("ensemble", tests("ensemble", "ensemble_test.py", "EnsembleTest::test_ensemble")),
-        one("bls", *(tests("bls", leak, MODEL_NAME=each) for each in BLS_MODELS), more=[add_bls]),
+        one("bls", *(tests("bls", leak, model=each) for each in BLS_MODELS), more=[add_bls]),
         one("bls_parameters", tests("bls", "bls_parameters_test.py")),
         one(
             "bls_model_loading",
-            tests("bls", leak, MODEL_NAME="bls_model_loading"),
+            tests("bls", leak, model="bls_model_loading"),
             flags=(*EXPLICIT, "--load-model", "bls_model_loading"),
             more=[add_onnx],
         ),
@@ -200,10 +212,10 @@ def scenes(checkouts: Checkouts) -> list[Scene]:
         one("async_execute", tests("async_execute", "concurrency_test.py", log="server.log")),
         one("parameters", tests("parameters", "response_parameters_test.py")),
         one("model_control", tests("model_control", "model_control_test.py"), flags=EXPLICIT),
-        one("custom_metrics", tests("bls", leak, MODEL_NAME="custom_metrics")),
+        one("custom_metrics", tests("bls", leak, model="custom_metrics")),
         one(
             "argument_validation",
-            tests("bls", leak, MODEL_NAME="argument_validation"),
+            tests("bls", leak, model="argument_validation"),
             more=[add_argument_validation],
         ),
         one("logging", tests("logging", "logging_test.py")),

@@ -26,16 +26,18 @@ class Reporter(unittest.TestResult):
         self._report = report
         self._limit_s = limit_s
         self._fault = ""
+        self._is_skipped = False
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
-        self._fault = ""
+        self._fault, self._is_skipped = "", False
         signal.alarm(self._limit_s)
 
     def stopTest(self, test: unittest.TestCase) -> None:
         signal.alarm(0)
         super().stopTest(test)
-        self._write(test.id(), self._fault)
+        if not self._is_skipped:
+            self._write(test.id(), self._fault)
 
     def addError(self, test: unittest.TestCase, err: object) -> None:
         super().addError(test, err)
@@ -52,7 +54,7 @@ class Reporter(unittest.TestResult):
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         super().addSkip(test, reason)
-        self._fault = f"skipped: {reason}"
+        self._is_skipped = True
 
     def _keep(self, test: unittest.TestCase, error: BaseException, text: str) -> None:
         print(text, flush=True)
