@@ -13,6 +13,7 @@ Logs are in `.bench/triton-examples/`.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -59,6 +60,8 @@ def main() -> int:
         ports = ", ".join(map(str, busy_ports()))
         print(f"Triton's examples need port {ports}: stop what listens there", file=sys.stderr)
         return 1
+    # Servers end with this program.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     shards = tuple(given.shards or SHARDS)
     tables = [
