@@ -20,6 +20,7 @@ from penstock.errors import (
     ConfigError,
     InvalidRequest,
     NotAllowed,
+    NotFound,
     PenstockError,
     StorageFull,
 )
@@ -80,9 +81,15 @@ class Control:
         """Load or replace a model. If this call is cancelled, nothing changes. Parameters replace
         the configuration in the repository, or also all files, until the next load."""
         self.check_explicit()
-        request = load_request.parse(parameters or {}, files or {}, self.allowed)
+        try:
+            request = load_request.parse(parameters or {}, files or {}, self.allowed)
+        except InvalidRequest as error:
+            raise _refuse(name, [str(error)]) from None
         if request.config is None:
-            await self.reload(name, at_once=True)
+            try:
+                await self.reload(name, at_once=True)
+            except NotFound as error:
+                raise NotFound(f"failed to load '{name}': {error}") from None
             return
         what = request.describe()
         log.info("%s is loaded with %s from a client", name, what, extra={"model": name})
@@ -222,8 +229,8 @@ class Control:
             )
         if not self.is_explicit:
             raise NotAllowed(
-                "explicit model load / unload is not allowed: "
-                "start the server with --model-control-mode explicit"
+                "explicit model load / unload is not allowed if polling is enabled, or without a "
+                "control mode: start the server with --model-control-mode explicit"
             )
 
 

@@ -325,13 +325,15 @@ class Done(Frame, tag="ok"):
     total_tokens: int = 0
     # Of the shards that share a batch, one counts it.
     is_first: bool = True
+    # Classes of those of `errors` that a model chose, if it chose one.
+    kinds: dict[int, str] = {}
 
 
 class Responded(Frame, tag="rsp"):
     """A response of a decoupled model to the request at this `index` of a batch, with the `outputs`
-    in the worker's spill, or an `error`. Others follow unless it `is_final`; `is_empty`: there is
-    no response, only the end. The Done of its batch says that the worker takes the next batch, and
-    may come before or after it."""
+    in the worker's spill, or an `error` with its class. Others follow unless it `is_final`;
+    `is_empty`: there is no response, only the end. The Done of its batch says that the worker takes
+    the next batch, and may come before or after it."""
 
     batch: int
     index: int
@@ -340,6 +342,7 @@ class Responded(Frame, tag="rsp"):
     is_empty: bool = False
     error: str = ""
     parameters: dict[str, Parameter] = {}
+    error_kind: str = ""
 
 
 class CancelRequest(Frame, tag="crq"):
