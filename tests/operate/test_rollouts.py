@@ -479,6 +479,24 @@ def test_a_repository_that_cannot_be_written_starts_no_rollout(
     run(tmp_path, scenario)
 
 
+def test_a_model_that_is_loaded_again_meanwhile_gets_no_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+
+        async def refuse(*_: object) -> bool:
+            return False
+
+        monkeypatch.setattr(stage.catalog, "split", refuse)
+        with pytest.raises(InvalidRequest, match="m: the model was loaded again or unloaded"):
+            await stage.start()
+        assert stage.rollouts.states() == {} and not stage.rollouts.is_running("m")
+        assert stage.kinds() == ["canary started", "rollout stopped"]
+
+    run(tmp_path, scenario)
+
+
 class SlowDisk:
     """Promotions of versions wait on their thread until they may go on."""
 
