@@ -9,11 +9,11 @@
 
 Models that compute nothing (`null` backend), so that the way to the worker is what is measured:
 small (FP32 [16]) over HTTP as binary tensors and as JSON and over gRPC, and images (FP32
-[3, 224, 224], 600 kB each way) as binary tensors. Closed loop from as many generator processes as
-half the cores, next to the server: `penstock bench`, or raw HTTP/2 frames for gRPC
-(`overhead/h2_load.py`). Every point has a server of its own; CPU time is that of the server's
-processes while it was measured. Triton copies the same tensors in its Python backend, the only one
-that runs from its wheel, with each number of instances; its best is compared.
+[3, 224, 224], 600 kB each way) as binary tensors and, on their way in, in shared memory. Closed
+loop from as many generator processes as half the cores, next to the server: `penstock bench`, or
+raw HTTP/2 frames for gRPC (`overhead/h2_load.py`). Every point has a server of its own; CPU time is
+that of the server's processes while it was measured. Triton copies the same tensors in its Python
+backend, the only one that runs from its wheel, with each number of instances; its best is compared.
 
 Further parts (`scaling_parts.py`): OpenAI streams of Qwen3-0.6B's shape with 256 and 1,024 clients,
 ResNet-50 on the GPU in process and over HTTP against offline, and `serving_overhead.py` on two
@@ -99,6 +99,8 @@ class Point:
     connections: int = 0
     # Whether only the first side is measured.
     only_one: bool = False
+    # Whether requests only name their inputs, in memory that clients and server share.
+    is_shared: bool = False
 
 
 POINTS = (
@@ -106,6 +108,7 @@ POINTS = (
     Point("small, JSON", "small", "json"),
     Point("small, gRPC", "small", "binary", "grpc", ">= Triton's"),
     Point("image, binary", "image", "binary", goal=">= 8,000/s"),
+    Point("image, shared memory", "image", "binary", is_shared=True),
     Point("CPU, 64 connections", "small", "binary", "http", "<= 15 CPU-us", 64, only_one=True),
 )
 PINNED_POINTS = (
@@ -371,6 +374,7 @@ def request(server: Address, point: Point, side: Side, args: argparse.Namespace)
         # Until as many shards accept as the load needs.
         warm_up_s = WARM_UP_S if side.number > 1 else 2
         command += ["--precision", "0", "--warm-up", f"{warm_up_s}s", "--tensors", point.tensors]
+        command += ["--shared-memory"] if point.is_shared else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BenchFailed(f"bench failed: {(done.stdout + done.stderr)[-500:]}")
@@ -449,6 +453,7 @@ def served(root: Path, side: Side, point: Point, args: argparse.Namespace) -> It
         # The generator of calls does not reconnect to another shard.
         accept = "all" if is_grpc else args.shard_accept
         command += ["--log-level=WARNING", "--drain-s=1", f"--shard-accept={accept}"]
+        command += ["--shared-memory"] if point.is_shared else []
         server = triton_side.Server(PENSTOCK, command, address.http, root / "penstock.log")
     with server:
         server.wait_until_ready(START_S)

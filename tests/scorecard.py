@@ -189,7 +189,6 @@ ROWS = (
         "the same bits and the same class of status",
         ("tests/e2e/test_differential.py",),
         runs=1,
-        pending="shared memory",
     ),
     Row(
         18,
@@ -199,7 +198,7 @@ ROWS = (
     ),
     Row(
         19,
-        "soak: 2 million requests, 2,000 loads, 10,000 cancels",
+        "soak: 2 million requests, 2,000 loads, 10,000 cancels, 100,000 regions",
         "at most 1 MiB per 100,000 requests in the second half; nothing left open",
         (
             "tests/e2e/test_soak.py::test_nothing_grows[2M]",
@@ -207,7 +206,6 @@ ROWS = (
         ),
         "its own limit is 100 MB in the second half",
         runs=1,
-        pending="shared memory",
     ),
     Row(
         20,

@@ -2,9 +2,11 @@
 answers in a form that can be compared. The seed decides everything."""
 
 import json
+import mmap
 import random
 import struct
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -277,10 +279,11 @@ def http_answer(status: int, json_bytes: int | None, body: bytes) -> Answer:
     for output in message.get("outputs", []):
         datatype, shape = output["datatype"], tuple(output["shape"])
         size = output.get("parameters", {}).get("binary_data_size")
-        if size is None:
-            data = _from_json(datatype, output["data"])
-        else:
+        if size is not None:
             data, tail = tail[:size], tail[size:]
+        else:
+            # Neither: it is in shared memory.
+            data = _from_json(datatype, output["data"]) if "data" in output else b""
         outputs[output["name"]] = (datatype, shape, data)
     assert tail == b""
     return Answer(kind, outputs, message.get("id", ""))
@@ -293,9 +296,10 @@ def _from_json(datatype: str, values: list[Any]) -> bytes:
 
 
 def grpc_answer(message: pb.ModelInferResponse) -> Answer:
+    # Those in shared memory have an empty entry, or none.
     outputs = {
         output.name: (output.datatype, tuple(output.shape), data)
-        for output, data in zip(message.outputs, message.raw_output_contents, strict=True)
+        for output, data in zip_longest(message.outputs, message.raw_output_contents, fillvalue=b"")
     }
     return Answer("2xx", outputs, message.id)
 
@@ -307,6 +311,79 @@ def expected(call: Call) -> Answer:
         {item.output: (item.datatype, item.shape, item.data) for item in call.inputs},
         call.id,
     )
+
+
+# In shared memory: inputs in the first half of the region, outputs at the same places of the other.
+
+REGION = "differential"
+HALF_BYTES = 16 << 20
+
+
+def places(call: Call) -> dict[str, tuple[int, int]]:
+    """Offset and size of each input and output."""
+    found: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for item in call.inputs:
+        found[item.name] = (offset, len(item.data))
+        found[item.output] = (HALF_BYTES + offset, len(item.data))
+        offset += len(item.data)
+    assert offset <= HALF_BYTES
+    return found
+
+
+def _region(place: tuple[int, int]) -> dict[str, Any]:
+    offset, size = place
+    named = {"shared_memory_region": REGION, "shared_memory_byte_size": size}
+    return named | ({"shared_memory_offset": offset} if offset else {})
+
+
+def http_message_in_region(call: Call) -> bytes:
+    at = places(call)
+    inputs = [
+        {
+            "name": item.name,
+            "datatype": item.datatype,
+            "shape": item.shape,
+            "parameters": _region(at[item.name]),
+        }
+        for item in call.inputs
+    ]
+    outputs = [{"name": i.output, "parameters": _region(at[i.output])} for i in call.inputs]
+    return json.dumps({"id": call.id, "inputs": inputs, "outputs": outputs}).encode()
+
+
+def grpc_message_in_region(call: Call) -> pb.ModelInferRequest:
+    at = places(call)
+    message = pb.ModelInferRequest(model_name=call.model, id=call.id)
+    for item in call.inputs:
+        given = message.inputs.add(name=item.name, datatype=item.datatype, shape=item.shape)
+        asked = message.outputs.add(name=item.output)
+        for tensor, name in ((given, item.name), (asked, item.output)):
+            for key, value in _region(at[name]).items():
+                kind = "string_param" if isinstance(value, str) else "int64_param"
+                setattr(tensor.parameters[key], kind, value)
+    return message
+
+
+def write_inputs(call: Call, memory: mmap.mmap) -> None:
+    """And clear what an earlier answer left."""
+    at = places(call)
+    for item in call.inputs:
+        begin, size = at[item.name]
+        memory[begin : begin + size] = item.data
+        begin, size = at[item.output]
+        memory[begin : begin + size] = bytes(size)
+
+
+def read_outputs(call: Call, answer: Answer, memory: mmap.mmap) -> Answer:
+    """Return the answer with the bytes of the outputs that it says are in the region."""
+    at = places(call)
+    outputs = {}
+    for name, (datatype, shape, data) in answer.outputs.items():
+        assert data == b"", f"{name} is in the answer too"
+        begin, size = at[name]
+        outputs[name] = (datatype, shape, memory[begin : begin + size])
+    return replace(answer, outputs=outputs)
 
 
 # Wrong in one way each.

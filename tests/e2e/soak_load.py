@@ -2,16 +2,20 @@
 
     python soak_load.py PORT
 
-Each line of stdin is an order, `{"requests": 20000, "cancels": 100}`; when it is done, one line of
-JSON says what came back. Requests go to `model`, each connection with its own prebuilt bytes, and
-the bytes of the answer are compared. A cancel is a request to `slow` whose connection is closed
-before the answer.
+Each line of stdin is an order, `{"requests": 20000, "cancels": 100, "regions": 1000}`; when it is
+done, one line of JSON says what came back. Requests go to `model`, each connection with its own
+prebuilt bytes, and the bytes of the answer are compared. A cancel is a request to `slow` whose
+connection is closed before the answer. A region is shared memory that is registered, used by one
+request for its input and its output, and unregistered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import mmap
+import os
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -20,11 +24,15 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 import uvloop
-from load import Load
+from load import Load, read_answer
 from open_loop import is_whole, percentile
 
 NUM_CONNECTIONS = 16
 NUM_CANCELLING = 4
+NUM_SHARING = 2
+# Of one INT32.
+TENSOR_BYTES = 4
+POST = "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n\r\n{body}"
 # The slow model takes 20 ms.
 LEAVES_AFTER_S = 0.003
 
@@ -36,6 +44,7 @@ class Done:
     num_good: int = 0
     num_bad: int = 0
     num_cancelled: int = 0
+    num_shared: int = 0
     p99_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
 
@@ -126,6 +135,40 @@ async def cancel(port: int, count: int, done: Done) -> None:
         done.num_cancelled += 1
 
 
+async def share(port: int, number: int, count: int, done: Done) -> None:
+    """Register, use and unregister a region so many times, over one connection."""
+    name = f"penstock-soak-{os.getpid()}-{number}"
+    path = Path("/dev/shm") / name
+    path.write_bytes(bytes(2 * TENSOR_BYTES))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def post(target: str, body: object) -> None:
+        text = json.dumps(body)
+        writer.write(POST.format(path=target, length=len(text), body=text).encode())
+        status, _, answer = await read_answer(reader)
+        assert status == 200, (target, status, answer)
+
+    place = {"key": f"/{name}", "offset": 0, "byte_size": 2 * TENSOR_BYTES}
+    where = {"shared_memory_region": name, "shared_memory_byte_size": TENSOR_BYTES}
+    x = {"name": "x", "datatype": "INT32", "shape": [1, 1], "parameters": where}
+    y = {"name": "y", "parameters": {**where, "shared_memory_offset": TENSOR_BYTES}}
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 2 * TENSOR_BYTES) as memory:
+            for value in range(1, count + 1):
+                memory[:] = struct.pack("<ii", 1_000_000 + value, 0)
+                await post(f"/v2/systemsharedmemory/region/{name}/register", place)
+                await post("/v2/models/model/infer", {"inputs": [x], "outputs": [y]})
+                await post(f"/v2/systemsharedmemory/region/{name}/unregister", {})
+                done.num_shared += memory[:TENSOR_BYTES] == memory[TENSOR_BYTES:]
+    finally:
+        writer.close()
+        path.unlink()
+
+
+def split(count: int, parts: int) -> list[int]:
+    return [count // parts + (number < count % parts) for number in range(parts)]
+
+
 def make_clients(port: int) -> list[Client]:
     load = Load(port, 0, model="model")
     payloads = [load.payload(1_000_000 + number) for number in range(NUM_CONNECTIONS)]
@@ -148,11 +191,11 @@ async def main() -> None:
         order = json.loads(line)
         done = Done()
         await connect(clients, port)
-        shares = [order["cancels"] // NUM_CANCELLING] * NUM_CANCELLING
-        shares[0] += order["cancels"] - sum(shares)
+        regions = enumerate(split(order["regions"], NUM_SHARING))
         await asyncio.gather(
             Requests(clients, order["requests"], done).run(),
-            *(cancel(port, share, done) for share in shares),
+            *(cancel(port, part, done) for part in split(order["cancels"], NUM_CANCELLING)),
+            *(share(port, number, part, done) for number, part in regions if part),
         )
         done.p99_s = percentile(done.latencies_s, 0.99)
         # Only the percentile leaves; the rest would be megabytes.
@@ -167,9 +210,10 @@ class SoakLoad:
         command = [sys.executable, str(Path(__file__)), str(port)]
         self._process = Popen(command, stdin=PIPE, stdout=PIPE, text=True)
 
-    def run(self, requests: int, cancels: int = 0) -> Done:
+    def run(self, requests: int, cancels: int = 0, regions: int = 0) -> Done:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"requests": requests, "cancels": cancels}) + "\n")
+        order = {"requests": requests, "cancels": cancels, "regions": regions}
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the generator has died"

@@ -3,10 +3,14 @@ status class, and the same bits."""
 
 import contextlib
 import http.client
+import json
+import mmap
+import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import differential
 import grpc
@@ -19,6 +23,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 SEED = 20261115
 NUM_VALID = 5000
+NUM_IN_REGION = 1000
 NUM_CLIENTS = 4
 NUM_INVALID = 300
 pytestmark = pytest.mark.verify
@@ -59,6 +64,22 @@ class Peer:
             kind = "4xx" if error.code().name in CLIENT_FAULTS else "5xx"
             return Answer(kind, error=f"{error.code().name}: {error.details()}")
 
+    def ask_in_region(self, call: Call, memory: mmap.mmap) -> Answer:
+        differential.write_inputs(call, memory)
+        if call.is_grpc:
+            answer = self.grpc(differential.grpc_message_in_region(call).SerializeToString())
+        else:
+            answer = self.http(call.model, differential.http_message_in_region(call), None)
+        return differential.read_outputs(call, answer, memory)
+
+    def register(self, key: str, num_bytes: int) -> None:
+        body = json.dumps({"key": key, "offset": 0, "byte_size": num_bytes})
+        path = f"/v2/systemsharedmemory/region/{differential.REGION}/register"
+        self._http.request("POST", path, body)
+        answer = self._http.getresponse()
+        data = answer.read()
+        assert answer.status == 200, data
+
     def close(self) -> None:
         self._http.close()
         self._channel.close()
@@ -76,7 +97,7 @@ class Addresses:
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     repository = differential.write_repository(tmp_path_factory.mktemp("repository"))
     with triton(repository, tmp_path_factory.mktemp("triton")) as oracle:
-        served = Served(repository, grpc=True)
+        served = Served(repository, "--shared-memory", grpc=True)
         yield Addresses((served.port, served.grpc_address), (oracle.port, oracle.grpc_address))
         assert served.terminate() == 0
 
@@ -126,6 +147,34 @@ def compare(addresses: Addresses, seed: int) -> Counter[str]:
             assert ours == exactly(call, theirs), what
             seen.update({"gRPC" if call.is_grpc else "HTTP", *(t.datatype for t in call.inputs)})
     return seen
+
+
+@pytest.mark.timeout(900)
+def test_the_same_tensors_in_shared_memory_get_the_same_bits(addresses: Addresses) -> None:
+    """Both servers read and write the same region, one after the other."""
+    path = Path("/dev/shm") / f"penstock-differential-{os.getpid()}"
+    num_bytes = 2 * differential.HALF_BYTES
+    calls = Calls(SEED)
+    seen: Counter[str] = Counter()
+    with path.open("w+b") as file:
+        try:
+            file.truncate(num_bytes)
+            with mmap.mmap(file.fileno(), num_bytes) as memory, peers(addresses) as both:
+                for peer in both:
+                    peer.register(f"/{path.name}", num_bytes)
+                while sum(seen[protocol] for protocol in ("HTTP", "gRPC")) < NUM_IN_REGION:
+                    call = calls.next()
+                    if any(0 in item.shape for item in call.inputs):
+                        continue
+                    ours, theirs = (peer.ask_in_region(call, memory) for peer in both)
+                    assert ours == differential.expected(call), f"{call}"
+                    assert ours == theirs, f"{call}"
+                    seen.update({"gRPC" if call.is_grpc else "HTTP"})
+                    seen.update(item.datatype for item in call.inputs)
+        finally:
+            path.unlink()
+    assert set(seen) == {"gRPC", "HTTP", *differential.DATATYPES}
+    print(f"\n{NUM_IN_REGION} requests by shared memory, the same bits:", dict(seen))
 
 
 # Where we differ on purpose. Triton 2.51 answers 500 where its JSON reader finds the mistake; a

@@ -1,7 +1,7 @@
-"""Millions of requests, thousands of loads and cancels: nothing grows. Run by `make verify`.
+"""Millions of requests, thousands of loads, cancels and regions: nothing grows. `make verify`.
 
 By count, not by time. Each percent of the requests gives a sample of the memory of the core and of
-the worker that answers; loads and cancels go on beside them.
+the worker that answers; loads, cancels and registrations of shared memory go on beside them.
 """
 
 import os
@@ -146,7 +146,7 @@ class Soak:
         null_model(root, "slow", a_ms=20)
         null_model(root, "other")
         flags = ["--model-control-mode", "explicit"]
-        flags += ["--load-model", "model", "--load-model", "slow"]
+        flags += ["--load-model", "model", "--load-model", "slow", "--shared-memory"]
         self.served = Served(root, *flags, environment={"TMPDIR": str(temporary)})
         self.core = psutil.Process(self.served.process.pid)
         # Processes that stay; workers of `other` come and go.
@@ -156,8 +156,8 @@ class Soak:
         self.steps: list[Done] = []
         self.num_loads = 0
 
-    def step(self, requests: int, cancels: int) -> None:
-        self.steps.append(self.load.run(requests, cancels))
+    def step(self, requests: int, cancels: int = 0, regions: int = 0) -> None:
+        self.steps.append(self.load.run(requests, cancels, regions))
         num_done = sum(each.num_good + each.num_bad for each in self.steps)
         rss = sum(each.memory_info().rss for each in self._measured)
         self.samples.append(Sample(num_done, rss))
@@ -219,15 +219,16 @@ def in_background(soak: Soak, num_loads: int) -> Iterator[None]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("total", [20_000, 2_000_000], ids=["20k", "2M"])
 def test_nothing_grows(tmp_path: Path, total: int):
-    """A load and an unload for each 1,000 requests, five cancels too."""
-    num_loads, num_cancels = total // 1000, total // 200
+    """For each 1,000 requests a load and an unload, five cancels, and fifty regions."""
+    num_loads, num_cancels, num_regions = total // 1000, total // 200, total // 20
     soak = Soak(null_model(tmp_path / "models", "model"), tmp_path / "temporary")
     try:
         halfway = None
         for decile in range(NUM_STEPS // STEPS_PER_DECILE):
             with in_background(soak, num_loads // 10):
                 for _ in range(STEPS_PER_DECILE):
-                    soak.step(total // NUM_STEPS, num_cancels // NUM_STEPS)
+                    counts = (total, num_cancels, num_regions)
+                    soak.step(*(count // NUM_STEPS for count in counts))
             if decile == 4:
                 halfway = soak.count()
         assert halfway is not None
@@ -237,16 +238,18 @@ def test_nothing_grows(tmp_path: Path, total: int):
         soak.close()
     num_good = sum(each.num_good for each in soak.steps)
     num_cancelled = sum(each.num_cancelled for each in soak.steps)
+    num_shared = sum(each.num_shared for each in soak.steps)
     p99s = soak.p99s()
     spread = ", ".join(f"{each * 1e3:.1f}" for each in p99s)
     print(
         f"\nsoak: {num_good} of {total} requests answered, {soak.num_loads} loads, {num_cancelled} "
-        f"cancels; memory {slope(second_half(soak.samples)) * 1e5 / 2**20:+.2f} MiB per 100,000 "
+        f"cancels, {num_shared} regions; "
+        f"memory {slope(second_half(soak.samples)) * 1e5 / 2**20:+.2f} MiB per 100,000 "
         f"requests in the second half, {soak.samples[-1].rss / 2**20:.0f} MiB at the end; more "
         f"than halfway: {grown or 'nothing'}; p99 of the deciles {spread} ms"
     )
     assert num_good == total and soak.num_loads == num_loads and workers_left == 2
-    assert num_cancelled == num_cancels
+    assert num_cancelled == num_cancels and num_shared == num_regions
     assert not leaks(soak.samples)
     assert not grown
     assert total // NUM_STEPS < MIN_FOR_P99 or not has_slowed_down(p99s)
@@ -261,7 +264,7 @@ def test_a_planted_leak_of_1_kib_per_request_is_found(tmp_path: Path):
     soak = Soak(tmp_path / "models", tmp_path / "temporary")
     try:
         for _ in range(NUM_STEPS):
-            soak.step(200, 0)
+            soak.step(200)
     finally:
         soak.close()
     found = slope(second_half(soak.samples))
