@@ -54,7 +54,8 @@ async function listen() {
   } catch (error) {
     if (own.signal.aborted) return;
     if (isKeyProblem(error)) return askForKey("The key holds characters that no key has.");
-    retry(error.message);
+    // fetch says "Failed to fetch" when nobody answers.
+    retry(error instanceof TypeError ? "the server does not answer" : error.message);
   }
 }
 
@@ -79,7 +80,7 @@ function retry(problem) {
   byId("stream").textContent = "reconnecting";
   byId("stream").className = "chip bad";
   showAge(true);
-  if (attempt > 1) complain(`No figures: ${problem}`);
+  if (attempt > 1) complain(`No new figures: ${problem}.`);
   setTimeout(listen, RETRY_MS[Math.min(attempt, RETRY_MS.length - 1)]);
   attempt += 1;
 }
