@@ -197,8 +197,8 @@ class ServeOptions:
     )
     grpc_restricted_protocol: tuple[str, ...] = security_flag(
         "Categories of gRPC methods that need a secret",
-        "As --http-restricted-api; the metadata is triton-grpc-protocol-KEY. Give both to restrict "
-        "both protocols. Repeatable.",
+        "As --http-restricted-api; the metadata is triton-grpc-protocol-KEY. Give both where both "
+        "protocols are to be restricted. Repeatable.",
         value=(),
         metavar="CATEGORY,...:KEY=VALUE",
     )
@@ -210,7 +210,7 @@ class ServeOptions:
     )
     grpc_header_forward_pattern: str = security_flag(
         "Regular expression of gRPC metadata for models",
-        "As --http-header-forward-pattern. Give both for clients of both protocols.",
+        "As --http-header-forward-pattern. Give both where clients use both protocols.",
         **text("REGEX", "no metadata"),
     )
     shared_memory: bool = security_flag(

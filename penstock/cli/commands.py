@@ -17,8 +17,22 @@ from penstock.repository.model_source import FACTORY, FILE_KINDS, URL
 from penstock.system.exit_codes import ExitCode
 
 
+def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> None:
+    if examples:
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {example}\n" for example in examples))
+
+
 class Commands(click.Group):
-    """A group whose commands end with Penstock's exit codes instead of click's."""
+    """A group whose commands end with Penstock's exit codes instead of click's, and whose help ends
+    with examples."""
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_examples(formatter, self.examples)
 
     def main(
         self,

@@ -17,21 +17,14 @@ if TYPE_CHECKING:
     from penstock.api.export import Exported
 
 
-EXAMPLES = [
-    "penstock export kubernetes models/ --image registry.example.com/penstock:0.1.0",
-    "penstock export helm models/ --image registry.example.com/penstock:0.1.0",
-]
-
-
-class ExportCommands(Commands):
-    """A group whose help ends with examples, like that of a command."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Examples"):
-            formatter.write("".join(f"  {example}\n" for example in EXAMPLES))
-
-
-@click.group(cls=ExportCommands, short_help="Write files for Kubernetes, KServe, Ray or Triton.")
+@click.group(
+    cls=Commands,
+    short_help="Write files for Kubernetes, KServe, Ray or Triton.",
+    examples=[
+        "penstock export kubernetes models/ --image registry.example.com/penstock:0.1.0",
+        "penstock export helm models/ --image registry.example.com/penstock:0.1.0",
+    ],
+)
 def export() -> None:
     """Write files that run a model or a repository in another system.
 

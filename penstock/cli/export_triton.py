@@ -46,7 +46,12 @@ def triton(source: str, out: str) -> None:
         fail(ConfigError(done.problems))
 
 
-@click.group(name="import", cls=Commands, short_help="Read repositories of other servers.")
+@click.group(
+    name="import",
+    cls=Commands,
+    short_help="Read repositories of other servers.",
+    examples=["penstock import triton models/"],
+)
 def import_() -> None:
     """Report what the models of another server become here."""
 

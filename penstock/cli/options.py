@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 import click
 
 from penstock.api.options import Flag, flag_name, options_of
+from penstock.cli.commands import write_examples
 
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,9 +51,7 @@ class Command(click.Command):
                     _write_flag(each, ctx, formatter)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.examples:
-            with formatter.section("Examples"):
-                formatter.write("".join(f"  {example}\n" for example in self.examples))
+        write_examples(formatter, self.examples)
 
 
 def add_options(kind: type[Options], name: str) -> Callable[[Function], Function]:

@@ -23,19 +23,10 @@ Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class RepoCommands(Commands):
-    """A group whose help ends with examples, like that of a command."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Examples"):
-            formatter.write(
-                "  penstock repo list models\n  penstock repo promote models digits 2\n"
-            )
-
-
 @click.group(
-    cls=RepoCommands,
+    cls=Commands,
     short_help="List, compare, promote and remove versions.",
+    examples=["penstock repo list models", "penstock repo promote models digits 2"],
 )
 def repo() -> None:
     """Manage the versions of models.

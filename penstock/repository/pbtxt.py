@@ -614,12 +614,13 @@ class _Resolver:
         return backend
 
     def _artifact(self, backend: str) -> Path:
+        self._file = self._message.default_model_filename
         if self._named is not None:
             return self._named
         base = self._folder.resolve()
         usual = FILES.get(backend, ("",))
         there = [name for name in usual if (base / name).exists()]
-        self._file = self._file_for_gpus(backend) or self._message.default_model_filename
+        self._file = self._file_for_gpus(backend) or self._file
         file = self._file or (there or usual)[0]
         path = _inside(base, file, base) or self._linked(backend, base, file)
         if path is None:

@@ -602,7 +602,7 @@ def rpcs() -> Iterator[Rpc]:
     yield bad("a group without end", b"\xb3\x06", "parse")
     yield bad("groups 100,000 deep", good + nested(DEEP), "parse")
     yield bad("a name that is not UTF-8", b"\x0a\x01\xff" + good, "parse")
-    yield bad("no inputs", message(), "no inputs")
+    yield bad("no inputs", message(), "got 0 inputs")
     yield bad("50,000 inputs", message(inputs=[given()] * 50_000), "inputs")
     outputs = [pb.ModelInferRequest.InferRequestedOutputTensor(name="y")] * 50_000
     yield bad("50,000 outputs", raw(outputs=outputs), "outputs")

@@ -566,18 +566,14 @@ def test_the_control_api_is_off_by_default(server, client):
     assert client.is_model_ready("floats")
 
 
-def test_what_the_server_does_not_have_it_says(client):
+def test_shared_memory_that_is_off_says_so(client):
     for call in (
-        client.get_trace_settings,
-        client.get_log_settings,
         client.get_system_shared_memory_status,
         client.unregister_system_shared_memory,
         client.get_cuda_shared_memory_status,
         client.unregister_cuda_shared_memory,
         lambda: client.register_system_shared_memory("r", "/r", 64),
         lambda: client.register_cuda_shared_memory("r", b"", 0, 64),
-        lambda: client.update_trace_settings(settings={"trace_level": ["OFF"]}),
-        lambda: client.update_log_settings({"log_info": True}),
     ):
         words = "not (supported|allowed) by this server"
         with pytest.raises(InferenceServerException, match=words) as caught:

@@ -40,6 +40,8 @@ class TextSession:
     def __init__(self, shards, number, quotas):
         self._shards, self._number, self._quotas = shards, number, quotas
         self.is_open = True
+        # Tensors, which texts have none of.
+        self.parcels = None
         self.start_renderer = RendererThread
         self.tokens = SharedTokens(self._tell, asyncio.get_running_loop().call_soon)
         self.tokens.replace(quotas.token_rates)

@@ -45,7 +45,22 @@ STATE = SEQUENCES % 'state { input_name: "i" output_name: "o" data_type: TYPE_IN
 INITIAL = STATE % "initial_state { data_type: TYPE_INT32 dims: %s }"
 # For each field that is read: what it is set beside, and a value that changes something.
 LIMITED = 'instance_group { rate_limiter { resources { name: "R" count: 3 } } }'
+# A step as model, version, input and output.
+STEP = (
+    'platform: "ensemble" ensemble_scheduling { step { model_name: "%s" model_version: %s '
+    'input_map { key: "a" value: "%s" } output_map { key: "%s" value: "y" } } }'
+)
+FIRST_STEP = ("first", "1", "x", "b")
 READ = {
+    **{
+        f"ensemble_scheduling.step.{name}": (
+            STEP % FIRST_STEP,
+            STEP % (*FIRST_STEP[:place], value, *FIRST_STEP[place + 1 :]),
+        )
+        for place, (name, value) in enumerate(
+            {"model_name": "m", "model_version": "2", "input_map": "z", "output_map": "c"}.items()
+        )
+    },
     "name": ("", 'name: "other"'),
     "platform": ("", 'platform: "tensorrt_plan"'),
     "backend": ("", 'backend: "nonsense"'),
@@ -332,7 +347,7 @@ def test_a_field_that_is_read_changes_something(path: str, tmp_path: Path, monke
     base = BASE
     if path in ("max_batch_size", "backend"):
         base = re.sub(rf"{path}: .*", "", BASE)
-    if path == "platform":
+    if path == "platform" or path.startswith("ensemble_scheduling."):
         base = base.replace('backend: "null"', "")
     folder = tmp_path / "model"
     (folder / "2").mkdir(parents=True)

@@ -124,7 +124,7 @@ INLINE = frames.Parcel((PIECE,), b"12345678")
 AT_OFFSET = frames.Parcel((PIECE, PIECE), offset=64)
 STEP = TracedStep("m", 1.0, 1.5, (0.25, 0.5, 0.25), 3.0)
 TENSOR = TracedTensor("TENSOR_QUEUE_INPUT", "x", "FP32", (1, 2), "0.5,1")
-TRACE = TraceRecord("", "http", "m", "2", "é", 0.5, STEP, 3.5, 4.0, "", (STEP,), (TENSOR,), "0f")
+TRACE = TraceRecord("", "http", "m", "2", "é", 0.5, STEP, 3.5, 4.0, "", (TENSOR,), "0f")
 FROM_SHARD = [
     frames.Traced(TRACE),
     frames.FromPart(3, frames.Lost(7, 1, b"body", b"key", 1)),
