@@ -86,10 +86,20 @@ verify-monitoring: $(READY)
 
 # What Triton needs other programs for: the response cache in a real Redis (Debian package
 # redis-server), exported repositories in a real Triton (from PyPI, half a gigabyte, its Python
-# backend only). What is missing fails. About two minutes, after the downloads.
+# backend only), and Triton's own examples and tests with 1 and 2 shards, from your checkouts:
+# TRITON_CLIENT=... TRITON_SERVER=... TRITON_PYTHON_BACKEND=... (without them it says how to get
+# them). What is missing fails. GROUP=clients runs these examples only. About an hour.
+verify-triton: export TRITON_CLIENT := $(TRITON_CLIENT)
+verify-triton: export TRITON_SERVER := $(TRITON_SERVER)
+verify-triton: export TRITON_PYTHON_BACKEND := $(TRITON_PYTHON_BACKEND)
 verify-triton: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[redis]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[redis]" attrdict sseclient-py
+ifdef GROUP
+	$(BIN)/python tests/triton_examples.py --group $(GROUP)
+else
 	$(BIN)/python -m pytest -v -m verify tests/e2e/test_redis_cache.py tests/e2e/test_triton_export.py
+	$(BIN)/python tests/triton_examples.py
+endif
 
 # The image, compose.yaml, rendered pods behind haproxy, schemas of all kinds, the chart, the unit:
 # real podman, Prometheus and haproxy, as root. What is missing fails. CHECK=pods runs the tests

@@ -135,6 +135,19 @@ class MemoryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelMemoryLimit:
+    """Memory of each device that the models loaded on demand may have together: a number of bytes,
+    or else a share of it."""
+
+    num_bytes: int | None = None
+    share: float = 0.8
+
+    def of(self, total: int) -> int:
+        """Return the bytes for a device with so much memory."""
+        return round(self.share * total) if self.num_bytes is None else self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ScalingConfig:
     """Limits of the number of instances, which follows the load if they differ."""
 
@@ -150,6 +163,15 @@ class ScalingConfig:
     # How long a request may wait for the first instance. If loading takes longer, requests are
     # refused at once, while it loads. Set it below your clients' own time-out.
     cold_start_s: float = 30.0
+    # "true": the first request loads the model, and it is evicted when others need its memory;
+    # "keep": it is never evicted; "false": it is loaded at the start, whatever the server's
+    # default; empty: the server's default.
+    on_demand: Literal["", "true", "keep", "false"] = ""
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Whether the first request loads the model."""
+        return self.on_demand in ("true", "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -724,8 +746,8 @@ class ModelConfig:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the number of instances follows the load."""
-        return self.min_instances < self.max_instances
+        """Whether the number of instances follows the load, or requests."""
+        return self.min_instances < self.max_instances or self.scaling.is_on_demand
 
     @property
     def places(self) -> tuple[tuple[str, int], ...]:

@@ -13,6 +13,8 @@
     ├── Cancelled          the client disconnected
     ├── Unsupported        a known feature that this server does not have
     ├── BackendFailed      the model itself failed
+    │   ├── UnknownFailure ... and says that it does not know why
+    │   └── AlreadyExists  ... because what was to be made is there
     ├── StorageFull        a file system is full
     └── ConfigError        the operator's files are wrong (all problems at once)
         └── CommandLineError   the flags are wrong
@@ -107,6 +109,14 @@ CANNOT_LOAD = "cannot load the model"
 
 class BackendFailed(PenstockError):
     pass
+
+
+class UnknownFailure(BackendFailed):
+    """TRITONSERVER_ERROR_UNKNOWN of a model."""
+
+
+class AlreadyExists(BackendFailed):
+    """TRITONSERVER_ERROR_ALREADY_EXISTS of a model."""
 
 
 class StorageFull(PenstockError):

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.api.cache_options import read_cache_config
+from penstock.api.memory_options import read_model_memory
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.rate_options import read_resources
 from penstock.api.restriction_options import GRPC_FLAG, HTTP_FLAG, read_restrictions
@@ -173,6 +174,8 @@ class Server:
     def _make_management(self, path: str) -> ManagementApi:
         options, gate = self._options, self._gate
         self.catalog.metrics_config = options.shown_metrics
+        self.catalog.memory.limit = options.memory_limit
+        self.catalog.memory.loads_all = options.on_demand
         self.catalog.forwarding = make_forwarding(options.header_patterns)
         self.catalog.rate_limiter = options.rate_limiter
         self.catalog.caches.divide(options.cache, self.shard_choice.number)
@@ -238,6 +241,7 @@ class Server:
         if self._grpc_tls is not None and self.grpc is not None:
             self._watching.append(asyncio.create_task(watch(self._grpc_tls, [self.grpc])))
         self._watching.append(asyncio.create_task(self.rollouts.run()))
+        self._watching.append(asyncio.create_task(self.catalog.memory.keep_limit()))
         log.info("%s", self.shard_choice, extra={"shards": self.shard_choice.number})
         await asyncio.to_thread(self.management.usage.begin)
         await self.rollouts.recover()
@@ -470,6 +474,7 @@ def check(options: ServeOptions) -> None:
     problems = [*_host_problems(options), *_port_problems(options), *_tls_problems(options)]
     problems += read_metrics_config(options.metrics_config)[1]
     problems += read_host_policies(options.host_policy)[1]
+    problems += read_model_memory(options.model_memory)[1]
     problems += read_trace_config(options.trace_config)[1]
     problems += restriction_problems(options)
     problems += read_cache_config(options.cache_config)[1]

@@ -4,7 +4,6 @@ FP64."""
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from penstock.kernels import Paged
 from penstock.llm.operations import NUM_COLUMNS, tokens_of_line
@@ -21,7 +20,15 @@ class Case:
 
 
 def a_case(
-    sequences, group, num_kv_heads, size, block_size=16, dtype=torch.float16, device="cpu"
+    sequences,
+    group,
+    num_kv_heads,
+    size,
+    block_size=16,
+    dtype=torch.float16,
+    device="cpu",
+    window=0,
+    cap=0.0,
 ) -> Case:
     """A sequence of length 0 is a place without a token."""
     torch.manual_seed(5)
@@ -47,7 +54,7 @@ def a_case(
     unused = torch.tensor(order)[:, None] * block_size + torch.arange(block_size)
     keys[unused], values[unused] = float("nan"), float("nan")
     queries = torch.randn(len(rows), group * num_kv_heads, size, dtype=dtype)
-    paged = Paged(keys.to(device), values.to(device), table.to(device), block_size)
+    paged = Paged(keys.to(device), values.to(device), table.to(device), block_size, window, cap)
     return Case(
         queries.to(device),
         paged,
@@ -73,14 +80,17 @@ def plain(case: Case) -> torch.Tensor:
         seen = torch.arange(length)
         slots = table[row, seen // paged.block_size].long() * paged.block_size
         slots += seen % paged.block_size
-        mask = seen[None, :] <= torch.arange(length - count, length)[:, None]
-        mixed = F.scaled_dot_product_attention(
-            queries[at : at + count].transpose(0, 1)[None],
-            keys[slots].transpose(0, 1)[None],
-            values[slots].transpose(0, 1)[None],
-            attn_mask=mask,
-            enable_gqa=True,
-        )
-        found.append(mixed[0].transpose(0, 1))
+        own = torch.arange(length - count, length)[:, None]
+        mask = seen <= own
+        if paged.window:
+            mask &= seen > own - paged.window
+        group = queries.shape[1] // keys.shape[1]
+        all_keys, all_values = (each[slots].repeat_interleave(group, 1) for each in (keys, values))
+        scores = torch.einsum("qhs,khs->hqk", queries[at : at + count], all_keys)
+        scores /= queries.shape[2] ** 0.5
+        if paged.cap:
+            scores = paged.cap * (scores / paged.cap).tanh()
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(2)
+        found.append(torch.einsum("hqk,khs->qhs", weights, all_values))
         at += count
     return torch.cat(found).float()

@@ -6,7 +6,10 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.llm import messages
+from penstock.llm.cache import attend_alone
 from penstock.llm.checkpoint import made_up
+from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.families import family_of
 from penstock.llm.models.weights import weight_sizes
 
 MAX_LENGTH = 64
@@ -26,11 +29,37 @@ CONFIG = {
 }
 QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+GEMMA = {
+    **CONFIG, "num_hidden_layers": 3, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 7,
+    "query_pre_attn_scalar": 6,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
+# Layers that differ from Llama's: windows, caps, other norms, embedded positions, experts.
+OTHERS = {
+    "windows": {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 9},
+    "gemma2": {
+        **GEMMA, "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3": {
+        **GEMMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 24, "n_head": 3,
+        "n_positions": 128, "vocab_size": 50,
+    },
+    "experts": {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
+}  # fmt: skip
 
 
 def config_file(folder, **changes):
     path = folder / "config.json"
-    path.write_text(json.dumps({**CONFIG, **changes}))
+    # Llama's, unless it is a whole configuration.
+    own = {} if "n_embd" in changes else CONFIG
+    path.write_text(json.dumps({**own, **changes}))
     return path
 
 
@@ -47,8 +76,42 @@ def weights_of(folder, **changes) -> dict[str, torch.Tensor]:
 def write_folder(folder, **changes) -> dict[str, torch.Tensor]:
     torch.manual_seed(4)
     weights = weights_of(folder, **changes)
-    save_file(weights, folder / "model.safetensors")
+    save_file(in_files(folder, weights), folder / "model.safetensors")
     return weights
+
+
+def in_files(folder, weights) -> dict[str, torch.Tensor]:
+    """The same weights as the family's files have them."""
+    config = json.loads((folder / "config.json").read_text())
+    family, shape = family_of(config["architectures"][0]), made_up(folder / "config.json").shape
+    parts: dict[str, list] = {}
+    for name, place in family.file_places(shape).items():
+        own = weights[name] - 1 if family.has_low_norms and "norm" in name else weights[name]
+        parts.setdefault(place.name, []).append((place, own.t() if place.is_transposed else own))
+    found = {}
+    for name, several in parts.items():
+        axis = 1 if several[0][0].is_transposed else 0
+        ordered = [own for _, own in sorted(several, key=lambda each: each[0].start)]
+        found[name] = torch.cat(ordered, axis).contiguous()
+    return found
+
+
+def decoder_of(folder, config, dtype=torch.float32, quantised="") -> Decoder:
+    torch.manual_seed(4)
+    weights = weights_of(folder, **config)
+    shape = made_up(folder / "config.json").shape
+    return Decoder(shape, weights.__getitem__, "cpu", dtype, quantised)
+
+
+def continued_alone(decoder: Decoder, prompt, num_tokens) -> list[int]:
+    """Greedily, with all tokens computed anew for each; tests/llm/models compares decoders with
+    transformers."""
+    tokens, attend = list(prompt), attend_alone(decoder.shape)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            hidden = decoder.hidden(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+            tokens.append(int(decoder.logits(hidden[-1:]).argmax()))
+    return tokens[len(prompt) :]
 
 
 def by_hand(weights, config, tokens) -> torch.Tensor:

@@ -22,6 +22,8 @@ class AsgiOptions:
         when="Choose False to serve the other models; the application then does not become ready.",
     )
     gpu_memory_reserve: float = same_flag(ServeOptions, "gpu_memory_reserve")
+    on_demand: bool = same_flag(ServeOptions, "on_demand")
+    model_memory: str = same_flag(ServeOptions, "model_memory")
     allow_hard_links: bool = same_flag(ServeOptions, "allow_hard_links")
     reload: bool = same_flag(ServeOptions, "reload")
     api_keys: str = same_flag(

@@ -60,6 +60,8 @@ class EmbeddedServer:
         fleet = Fleet(options.gpu_memory_reserve, policies=options.host_policies)
         self.catalog = Catalog(fleet=fleet, makers={LLM: make_text_model})
         self.catalog.regions.is_allowed = options.shared_memory
+        self.catalog.memory.limit = options.memory_limit
+        self.catalog.memory.loads_all = options.on_demand
         self.catalog.forwarding = make_forwarding(options.header_patterns)
         if keys is not None:
             self.catalog.quotas.replace(keys.quotas)
@@ -117,6 +119,7 @@ class EmbeddedServer:
             self._watching.append(asyncio.create_task(watching))
         self._watching.append(asyncio.create_task(self._monitor.run()))
         self._watching.append(asyncio.create_task(self._rollouts.run()))
+        self._watching.append(asyncio.create_task(self.catalog.memory.keep_limit()))
         self.management.traces.begin(options.tracing)
         await asyncio.to_thread(self.management.usage.begin)
         if self._owns_repository:

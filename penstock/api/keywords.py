@@ -28,6 +28,8 @@ class ServeKeywords(TypedDict, total=False):
     load_model: Sequence[str]
     exit_on_error: bool
     gpu_memory_reserve: float
+    on_demand: bool
+    model_memory: str
     host_policy: Sequence[str]
     allow_hard_links: bool
     reload: bool
@@ -69,6 +71,8 @@ class AsgiKeywords(TypedDict, total=False):
     load_model: Sequence[str]
     exit_on_error: bool
     gpu_memory_reserve: float
+    on_demand: bool
+    model_memory: str
     allow_hard_links: bool
     reload: bool
     api_keys: PathText

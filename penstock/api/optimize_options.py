@@ -35,6 +35,11 @@ class OptimizeOptions:
         "Give it when that name is taken or unclear.",
         **text("NAME", "the file's or folder's name"),
     )
+    member: str = goal_flag(
+        "Member to optimise, if MODEL is an ensemble",
+        "Give it when the bottleneck cannot be optimised, or should stay as it is.",
+        **text("NAME", "the bottleneck"),
+    )
     device: str = goal_flag(
         "Device: auto, cpu, cuda (each GPU) or cuda:N",
         "auto runs PyTorch models on the GPUs, if there are any, and all others on the CPU. Choose "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.api.cache_options import read_cache_config
+from penstock.api.memory_options import DEFAULT as MODEL_MEMORY
+from penstock.api.memory_options import read_model_memory
 from penstock.api.metrics_options import read_metrics_config
 from penstock.api.options import flags_of, number, text
 from penstock.api.rate_options import EXECUTION_COUNT, MODES, read_resources
@@ -23,6 +25,7 @@ from penstock.config import (
     HttpLimits,
     LoadPermissions,
     MetricsConfig,
+    ModelMemoryLimit,
     Restrictions,
     TlsConfig,
     TraceConfig,
@@ -127,6 +130,18 @@ class ServeOptions:
         "Raise it when models run out of memory under load; lower it when the memory plan refuses "
         "models that are known to fit.",
         **number(GPU_MEMORY_RESERVE, "SHARE", 0.0, 0.999),
+    )
+    on_demand: bool = model_flag(
+        "Load each model with its first request",
+        "Use it for many models on a machine that cannot hold them all. Models that cannot be "
+        "loaded on demand, and those with penstock.on_demand false, are loaded at the start.",
+        value=False,
+    )
+    model_memory: str = model_flag(
+        "Memory of the models that are loaded on demand",
+        "A size, as 8GiB, or a share, as 60%, of the machine's memory and of each GPU's. Idle "
+        "models are evicted when others need more. Lower it when other programs need memory.",
+        **text("SIZE", value=MODEL_MEMORY),
     )
     host_policy: tuple[str, ...] = model_flag(
         "Cores or NUMA node of an instance group's workers",
@@ -358,6 +373,10 @@ class ServeOptions:
     @property
     def host_policies(self) -> dict[str, HostPolicy]:
         return read_host_policies(self.host_policy)[0]
+
+    @property
+    def memory_limit(self) -> ModelMemoryLimit:
+        return read_model_memory(self.model_memory)[0]
 
     @property
     def shown_metrics(self) -> MetricsConfig:

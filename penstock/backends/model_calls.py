@@ -100,17 +100,27 @@ class CalledAnswers:
 
 
 class AwaitedAnswers:
-    """The same on the running event loop."""
+    """The same on the running event loop; a plain `for` blocks it until the next answer."""
 
     def __init__(self, call: ModelCall) -> None:
-        self._answers: asyncio.Queue[CalledAnswer] = asyncio.Queue()
+        self._answers: queue.SimpleQueue[CalledAnswer] = queue.SimpleQueue()
+        self._woken = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_over = False
         self._cancel = find_line().start(call, self._deliver)
 
     def _deliver(self, answer: CalledAnswer) -> None:
+        self._answers.put(answer)
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
-            self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    def __iter__(self) -> Iterator[CalledAnswer]:
+        return self
+
+    def __next__(self) -> CalledAnswer:
+        if self._is_over:
+            raise StopIteration
+        return self._take()
 
     def __aiter__(self) -> AsyncIterator[CalledAnswer]:
         return self
@@ -118,7 +128,13 @@ class AwaitedAnswers:
     async def __anext__(self) -> CalledAnswer:
         if self._is_over:
             raise StopAsyncIteration
-        answer = await self._answers.get()
+        while self._answers.empty():
+            self._woken.clear()
+            await self._woken.wait()
+        return self._take()
+
+    def _take(self) -> CalledAnswer:
+        answer = self._answers.get()
         self._is_over = answer.is_final
         return answer
 

@@ -7,7 +7,7 @@ Triton. A request that is wrong in itself, or a place where no calls are possibl
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -68,14 +68,40 @@ async def await_one(request: pb_utils.InferenceRequest) -> pb_utils.InferenceRes
         return _only(call, await anext(answers))
 
 
-async def await_all(
-    request: pb_utils.InferenceRequest,
-) -> AsyncIterator[pb_utils.InferenceResponse]:
+async def await_all(request: pb_utils.InferenceRequest) -> AwaitedResponses:
     try:
         answers = AwaitedAnswers(describe(request))
     except PenstockError as error:
-        return _iterate_failure(error)
-    return _iterate_awaited(answers)
+        return AwaitedResponses(None, _failed(error))
+    return AwaitedResponses(answers)
+
+
+class AwaitedResponses:
+    """Responses to one call, for `async for`, and for `for` as models of Triton have it."""
+
+    def __init__(
+        self, answers: AwaitedAnswers | None, failure: pb_utils.InferenceResponse | None = None
+    ) -> None:
+        self._answers = answers
+        self._failure = failure
+
+    def __iter__(self) -> Iterator[pb_utils.InferenceResponse]:
+        yield from self._failures()
+        if self._answers is not None:
+            with closing(self._answers):
+                yield from (_response(each) for each in self._answers if not each.is_empty)
+
+    async def __aiter__(self) -> AsyncIterator[pb_utils.InferenceResponse]:
+        for failure in self._failures():
+            yield failure
+        if self._answers is not None:
+            with closing(self._answers):
+                async for answer in self._answers:
+                    if not answer.is_empty:
+                        yield _response(answer)
+
+    def _failures(self) -> Sequence[pb_utils.InferenceResponse]:
+        return [] if self._failure is None else [self._failure]
 
 
 def describe(request: pb_utils.InferenceRequest) -> ModelCall:
@@ -170,14 +196,3 @@ def _iterate(answers: CalledAnswers) -> Iterator[pb_utils.InferenceResponse]:
         for answer in answers:
             if not answer.is_empty:
                 yield _response(answer)
-
-
-async def _iterate_awaited(answers: AwaitedAnswers) -> AsyncIterator[pb_utils.InferenceResponse]:
-    with closing(answers):
-        async for answer in answers:
-            if not answer.is_empty:
-                yield _response(answer)
-
-
-async def _iterate_failure(error: PenstockError) -> AsyncIterator[pb_utils.InferenceResponse]:
-    yield _failed(error)

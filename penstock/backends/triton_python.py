@@ -86,9 +86,9 @@ class TritonRunner(Runner):
         if inspect.iscoroutine(result):
             if self._tasks is None:
                 self._tasks = LoopThread()
-            self._tasks.start(_run(result, batch.responders))
+            self._tasks.start(_run(result, batch.responders, self._config))
         elif result is not None:
-            raise BackendFailed(_not_none(result))
+            raise BackendFailed(_not_none(self._config, result))
 
     def _requests(
         self,
@@ -144,7 +144,11 @@ class LoopThread:
         self._loop.close()
 
 
-async def _run(result: Coroutine[object, object, object], responders: Sequence[Responder]) -> None:
+async def _run(
+    result: Coroutine[object, object, object],
+    responders: Sequence[Responder],
+    config: ModelConfig,
+) -> None:
     """Await the `execute` of one batch; its error is that of requests that are not answered yet."""
     try:
         returned = await result
@@ -152,7 +156,7 @@ async def _run(result: Coroutine[object, object, object], responders: Sequence[R
         fail_open(responders, BackendFailed(explain(error)))
         return
     if returned is not None:
-        fail_open(responders, BackendFailed(_not_none(returned)))
+        fail_open(responders, BackendFailed(_not_none(config, returned)))
 
 
 def explain(error: BaseException) -> str:
@@ -161,9 +165,12 @@ def explain(error: BaseException) -> str:
     return describe_error(error)
 
 
-def _not_none(result: object) -> str:
+def _not_none(config: ModelConfig, result: object) -> str:
     got = type(result).__name__
-    return f"execute: a decoupled model returns None and sends its responses, got {got}"
+    return (
+        f"Python model '{config.name}_0_0' is using the decoupled mode and the execute function "
+        f"must return None. It sends its responses; got {got}"
+    )
 
 
 def _answer(

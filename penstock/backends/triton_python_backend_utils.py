@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,7 +42,7 @@ TYPE_NUMBERS = {name: number for number, name in enumerate(TYPE_NAMES.split(), 1
 
 
 class TritonError:
-    """Error of one request. The code is stored; clients see only the message."""
+    """Error of one request; the code chooses the status that the client gets."""
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -248,10 +248,11 @@ class InferenceRequest:
 
     async def async_exec(
         self, decoupled: bool = False, execution_timeout: int = 0
-    ) -> InferenceResponse | AsyncIterator[InferenceResponse]:
-        """Like `exec`, awaited; the iterator is asynchronous, too."""
+    ) -> InferenceResponse | AsyncIterable[InferenceResponse]:
+        """Like `exec`, awaited; responses are iterated over with `async for`, or with `for`, which
+        blocks the event loop."""
         calls = importlib.import_module("penstock.backends.triton_calls")
-        made: InferenceResponse | AsyncIterator[InferenceResponse]
+        made: InferenceResponse | AsyncIterable[InferenceResponse]
         made = await (calls.await_all(self) if decoupled else calls.await_one(self))
         return made
 

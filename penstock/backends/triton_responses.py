@@ -13,13 +13,33 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.backends import Outputs, Responder
-from penstock.errors import BackendFailed
+from penstock.errors import (
+    AlreadyExists,
+    BackendFailed,
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    PenstockError,
+    UnknownFailure,
+    Unsupported,
+)
 from penstock.types import Parameter
 
 if TYPE_CHECKING:
     from penstock.backends.triton_python_backend_utils import InferenceResponse
 
 NO_FLAGS, FINAL = 0, 1
+# Classes of `TritonError`'s codes; the others are failures of the model.
+ERRORS: Mapping[int, type[PenstockError]] = {
+    0: UnknownFailure,
+    2: NotFound,
+    3: InvalidRequest,
+    4: NotReady,
+    5: Unsupported,
+    6: AlreadyExists,
+    7: Cancelled,
+}
 
 
 class TritonModelException(Exception):
@@ -91,7 +111,7 @@ def read_response(
     """Return the outputs of a response, or its error, and its parameters."""
     error = response.error()
     if error is not None:
-        return BackendFailed(error.message()), {}
+        return ERRORS.get(error.code(), BackendFailed)(error.message()), {}
     outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
     parameters: Mapping[str, Parameter] = json.loads(response.parameters())
     return outputs, parameters

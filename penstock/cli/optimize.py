@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     examples=[
         "penstock optimize model.onnx --data data.npz --slo 'p99 < 20 ms at 200/s' --out models",
         "penstock optimize bert/ --data texts.jsonl --slo 'p99 < 50 ms' --out models --budget 10m",
+        "penstock optimize models/ensemble --data rows.npz --slo 'p99 < 50 ms at 50/s' --out new",
         "penstock optimize --plan plan.toml",
     ],
 )
@@ -48,7 +49,8 @@ def optimize(source: str, options: OptimizeOptions, outputs: PageOutputs) -> Non
       model.pt2                  written by torch.export.save
       folder/                    Hugging Face: config.json and model.safetensors
       model.gguf                 a language model; so are Hugging Face folders of one
-      models/NAME[/VERSION]      a version in a repository, to optimise it again
+      models/NAME[/VERSION]      a version in a repository, to optimise it again;
+                                 of an ensemble, the member that is its bottleneck
 
     Interrupted runs resume: run the same command again. Exit codes: 0 SLO kept, 1 failed, 2 SLO
     missed (the best version is saved), 3 refused by the accuracy gate, 4 disturbed measurements,

@@ -115,7 +115,7 @@ def _differences(config: ModelConfig, message: Proto) -> Iterator[str]:
     for key in lost:
         reason = next((text for name, text in LOST.items() if key.startswith(name)), "")
         yield f"{key} is left out" + (f": {reason}" if reason else "")
-    if config.is_scaled:
+    if config.min_instances < config.max_instances:
         yield "the number of instances does not follow the load"
     if message.HasField("dynamic_batching"):
         queue = message.dynamic_batching.default_queue_policy

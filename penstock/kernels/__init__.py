@@ -35,3 +35,7 @@ class Paged:
     values: Tensor
     table: Tensor
     block_size: int
+    # How many tokens a token sees, itself included; 0: all before it.
+    window: int = 0
+    # Scores x become cap x tanh(x / cap); 0: they stay.
+    cap: float = 0.0

@@ -32,6 +32,9 @@ MANY_ROWS, MANY_KEYS, MANY_WARPS, MANY_STAGES = 128, 64, 8, 3
 # Shared memory for 3 stages with heads of 128; smaller GPUs have room for 2.
 MANY_BYTES, FEW_STAGES = 131_104, 2
 HEAD_SIZES = tuple(ONE_KEYS)
+LOG2E = math.log2(math.e)
+# Score of a key that a token does not see.
+HIDDEN = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -42,11 +45,18 @@ def _slots(block, at, PIECE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _capped(scores, cap, HAS_CAP: tl.constexpr):
+    if HAS_CAP:
+        scores = cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / cap)) - 1.0)
+    return scores
+
+
+@triton.jit
 def _attend_one(
     queries, keys, values, table, positions, rows, out, parts, sums,
-    query_stride, row_stride, table_stride, token_stride, out_stride, qk_scale,
+    query_stride, row_stride, table_stride, token_stride, out_stride, qk_scale, cap,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to one part of one token's context, for the query heads that share a KV head."""
     head = tl.program_id(0)
@@ -55,8 +65,11 @@ def _attend_one(
     num_splits = tl.num_programs(2)
     length = tl.load(positions + token * row_stride) + 1
     blocks = table + tl.load(rows + token * row_stride).to(tl.int64) * table_stride
-    share = tl.cdiv(tl.cdiv(length, num_splits), BN) * BN
-    begin = split * share
+    # The first key that the token sees, and the tile that has it.
+    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    lowest_tile = lowest // BN * BN
+    share = tl.cdiv(tl.cdiv(length - lowest_tile, num_splits), BN) * BN
+    begin = lowest_tile + split * share
     end = tl.minimum(begin + share, length)
     group = tl.arange(0, BM)
     places = tl.arange(0, SIZE)
@@ -73,13 +86,13 @@ def _attend_one(
     pieces = begin + tl.arange(0, BN // PIECE) * PIECE
     block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
     for start in range(begin, end, BN):
-        is_seen = start + columns < end
+        is_seen = (start + columns < end) & (start + columns >= lowest)
         slot = _slots(block, pieces, PIECE, BN, BLOCK) * token_stride + head * SIZE
         # Block numbers are loaded one iteration ahead, so that keys are fetched early.
         pieces += BN
         block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None], mask=is_seen[None, :], other=0.0)
-        scores = tl.dot(asked, some) * qk_scale
+        scores = _capped(tl.dot(asked, some) * qk_scale, cap, HAS_CAP)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         given = tl.load(values + slot[:, None] + places[None, :], mask=is_seen[:, None], other=0.0)
         peak, total, mixed = fold(scores, given, peak, total, mixed)
@@ -120,9 +133,9 @@ def _join(
 @triton.jit
 def _attend_many(
     queries, keys, values, table, lines, out,
-    query_stride, table_stride, token_stride, out_stride, qk_scale,
+    query_stride, table_stride, token_stride, out_stride, qk_scale, cap,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend for some tokens of one prompt, for the query heads that share a KV head. A line (query
     tile) is (row of the block table, first token, end of the prompt's tokens, position of the
@@ -147,17 +160,20 @@ def _attend_many(
     columns = tl.arange(0, BN)
     end = position + tl.minimum(TOKENS, last - first)
     PIECE: tl.constexpr = BN if BN < BLOCK else BLOCK
-    pieces = tl.arange(0, BN // PIECE) * PIECE
+    # The tile with the first key that any token sees.
+    begin = tl.maximum(position + 1 - WINDOW, 0) // BN * BN if WINDOW else 0
+    pieces = begin + tl.arange(0, BN // PIECE) * PIECE
     block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
-    # No mask needed: all tokens see these keys.
-    whole = (position + 1) // BN * BN
-    for _ in range(0, whole, BN):
+    # No mask needed: all tokens see these keys, unless there is a window.
+    whole = begin if WINDOW else (position + 1) // BN * BN
+    for _ in range(begin, whole, BN):
         slot = _slots(block, pieces, PIECE, BN, BLOCK) * token_stride + head * SIZE
         pieces += BN
         block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None])
         given = tl.load(values + slot[:, None] + places[None, :])
-        peak, total, mixed = fold(tl.dot(asked, some) * qk_scale, given, peak, total, mixed)
+        scores = _capped(tl.dot(asked, some) * qk_scale, cap, HAS_CAP)
+        peak, total, mixed = fold(scores, given, peak, total, mixed)
     limit = position + packed // GROUP
     for start in range(whole, end, BN):
         at = start + columns
@@ -167,9 +183,12 @@ def _attend_many(
         block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None], mask=is_there[None, :], other=0.0)
         given = tl.load(values + slot[:, None] + places[None, :], mask=is_there[:, None], other=0.0)
-        scores = tl.dot(asked, some) * qk_scale
+        scores = _capped(tl.dot(asked, some) * qk_scale, cap, HAS_CAP)
         is_seen = is_there[None, :] & (at[None, :] <= limit[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
+        if WINDOW:
+            is_seen = is_seen & (at[None, :] > limit[:, None] - WINDOW)
+        # Finite: a token may see nothing of its first tile.
+        scores = tl.where(is_seen, scores, HIDDEN)
         peak, total, mixed = fold(scores, given, peak, total, mixed)
     mixed = mixed / total[:, None]
     target = out + tokens.to(tl.int64)[:, None] * out_stride + heads[:, None] * SIZE
@@ -213,9 +232,10 @@ def attend_one(
     _attend_one[(num_kv_heads, num_tokens, splits)](
         queries, paged.keys, paged.values, paged.table, positions, rows, out, parts, sums,
         queries.stride(0), positions.stride(0), paged.table.stride(0), paged.keys.stride(0),
-        out.stride(0), math.log2(math.e) / math.sqrt(size),
+        out.stride(0), LOG2E / math.sqrt(size), LOG2E * paged.cap,
         group, size, max(LEAST_ROWS, triton.next_power_of_2(group)), ONE_KEYS[size],
-        paged.block_size, splits > 1, num_warps=ONE_WARPS, num_stages=ONE_STAGES,
+        paged.block_size, splits > 1, paged.window, paged.cap > 0,
+        num_warps=ONE_WARPS, num_stages=ONE_STAGES,
     )  # fmt: skip
     if splits > 1:
         _join[(num_tokens, num_heads)](
@@ -239,8 +259,8 @@ def attend_many(
     _attend_many[(num_kv_heads, lines.shape[0])](
         queries, paged.keys, paged.values, paged.table, lines, out,
         queries.stride(0), paged.table.stride(0), paged.keys.stride(0), out.stride(0),
-        math.log2(math.e) / math.sqrt(size), num_heads // num_kv_heads, size, MANY_ROWS,
-        MANY_KEYS, paged.block_size, num_warps=MANY_WARPS,
+        LOG2E / math.sqrt(size), LOG2E * paged.cap, num_heads // num_kv_heads, size, MANY_ROWS,
+        MANY_KEYS, paged.block_size, paged.window, paged.cap > 0, num_warps=MANY_WARPS,
         num_stages=num_stages or _stages(queries.device),
     )  # fmt: skip
 

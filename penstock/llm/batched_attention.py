@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from penstock.llm.cache import Cache, Span, attend_sdpa, slots_of, spans_of
+from penstock.llm.cache import Cache, Span, attend_masked, attend_sdpa, slots_of, spans_of
 from penstock.llm.exact_attention import attend, attend_prompt, pad_length
+from penstock.llm.models.shape import AttentionForm
 from penstock.llm.scheduler import BatchStep, Chunk
 from penstock.llm.sequence import Sequence
 
@@ -94,8 +94,8 @@ class Lot:
     slots: Tensor
     # Tokens of the longest sequence.
     length: int
-    # None if all sequences have that length.
-    mask: Tensor | None
+    # By the window of a layer; None if all sequences see all keys.
+    masks: dict[int, Tensor | None]
     # Number of tokens that each row sees; only for exact attention.
     ends: Tensor | None = None
 
@@ -178,13 +178,21 @@ class KvBuckets:
         slots = (heads * length + last[:, None]).flatten()
         places = torch.tensor(tokens), used, torch.tensor(own), slots
         if self.cache.is_exact:
-            return Lot(bucket, *places, pad_length(longest), None, torch.tensor(ends))
-        mask = None
-        if min(ends) < longest:
-            seen = torch.arange(longest) < torch.tensor(ends)[:, None]
-            mask = torch.zeros(seen.shape, dtype=self.cache.keys.dtype)
-            mask = mask.masked_fill_(~seen, float("-inf"))[:, None, None]
-        return Lot(bucket, *places, longest, mask)
+            return Lot(bucket, *places, pad_length(longest), {}, torch.tensor(ends))
+        windows = {form.window for form in self.cache.forms}
+        masks = {window: self._mask(ends, window) for window in windows}
+        return Lot(bucket, *places, longest, masks)
+
+    def _mask(self, ends: list[int], window: int) -> Tensor | None:
+        longest = max(ends)
+        if min(ends) == longest and not 0 < window < longest:
+            return None
+        end, places = torch.tensor(ends)[:, None], torch.arange(longest)
+        is_seen = places < end
+        if window:
+            is_seen &= places >= end - window
+        mask = torch.zeros(is_seen.shape, dtype=self.cache.keys.dtype)
+        return mask.masked_fill_(~is_seen, float("-inf"))[:, None, None]
 
 
 class BatchedAttention:
@@ -205,12 +213,13 @@ class BatchedAttention:
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         self._cache.keys[layer].index_copy_(0, self._slots, keys)
         self._cache.values[layer].index_copy_(0, self._slots, values)
+        form = self._cache.forms[layer]
         if self._is_one:
-            return _attend_rows(self._lots[0], layer, queries, keys, values)
+            return _attend_rows(self._lots[0], layer, form, queries, keys, values)
         found = torch.empty_like(queries)
         for lot in self._lots:
             parts = queries[lot.tokens], keys[lot.own], values[lot.own]
-            found[lot.own] = _attend_rows(lot, layer, *parts)[lot.rows]
+            found[lot.own] = _attend_rows(lot, layer, form, *parts)[lot.rows]
         attend = attend_prompt if self._cache.is_exact else attend_sdpa
         for span in self._others:
             own = slice(span.first, span.end)
@@ -218,7 +227,7 @@ class BatchedAttention:
             seen = keys[own], values[own]
             if len(span.slots) > span.end - span.first:
                 seen = self._cache.keys[layer][span.slots], self._cache.values[layer][span.slots]
-            found[own] = attend(queries[own], *seen)
+            found[own] = attend(queries[own], *seen, form)
         return found
 
 
@@ -230,7 +239,9 @@ def row_length(num_tokens: int) -> int:
     return length
 
 
-def _attend_rows(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_rows(
+    lot: Lot, layer: int, form: AttentionForm, queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
     """Write the new keys and values to their rows; return the attention of each row."""
     all_keys, all_values = lot.bucket.keys[layer], lot.bucket.values[layer]
     num_heads, size = all_keys.shape[1], all_keys.shape[3]
@@ -242,13 +253,14 @@ def _attend_rows(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Te
         seen = lot.ends[:, None].expand(num, num_heads).reshape(-1, 1).expand(-1, rows.shape[1])
         seen_keys = all_keys[:num, :, : lot.length].flatten(0, 1)
         seen_values = all_values[:num, :, : lot.length].flatten(0, 1)
-        mixed = attend(rows, seen_keys, seen_values, seen)
+        mixed = attend(rows, seen_keys, seen_values, seen, form)
         return mixed.to(queries.dtype).reshape(num, -1, size)
     # Query heads that share keys are treated as tokens that see the same keys.
-    mixed = F.scaled_dot_product_attention(
+    mixed = attend_masked(
         queries.reshape(num, num_heads, -1, size),
         all_keys[:num, :, : lot.length],
         all_values[:num, :, : lot.length],
-        attn_mask=lot.mask,
+        lot.masks[form.window],
+        form.cap,
     )
     return mixed.reshape(num, -1, size)

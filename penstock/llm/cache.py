@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.llm.models.shape import DecoderShape
+from penstock.llm.exact_attention import cap_scores
+from penstock.llm.models.shape import PLAIN, AttentionForm, DecoderShape
 from penstock.llm.scheduler import BatchStep
+
+if TYPE_CHECKING:
+    from penstock.llm.models.decoder import Attend
 
 
 class Cache:
@@ -37,6 +42,8 @@ class Cache:
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.is_exact = is_exact
+        # Of each layer. All layers share block tables, so those with a window keep all keys too.
+        self.forms = [shape.attention_form(number) for number in range(shape.num_layers)]
 
 
 def bytes_of_block(shape: DecoderShape, block_size: int, dtype: torch.dtype) -> int:
@@ -70,18 +77,52 @@ def slots_of(blocks: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
     return (some[:, None] * block_size + torch.arange(block_size)).flatten()[:num_tokens]
 
 
-def attend_sdpa(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_sdpa(
+    queries: Tensor, keys: Tensor, values: Tensor, form: AttentionForm = PLAIN
+) -> Tensor:
     """Attend from the last tokens, [tokens, heads, size], to all, [tokens, kv heads, size]."""
-    num, length = len(queries), len(keys)
+    num = len(queries)
+    if form.window and len(keys) >= num + form.window:
+        # No token sees the keys before.
+        first = len(keys) - num - form.window + 1
+        keys, values = keys[first:], values[first:]
+    length = len(keys)
     mask = None
     if num > 1:
-        places = torch.arange(length - num, length, device=queries.device)
-        mask = torch.arange(length, device=queries.device)[None, :] <= places[:, None]
-    mixed = F.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=mask,
-        enable_gqa=queries.shape[1] != keys.shape[1],
-    )
-    return mixed[0].transpose(0, 1)
+        own = torch.arange(length - num, length, device=queries.device)[:, None]
+        places = torch.arange(length, device=queries.device)
+        mask = places <= own
+        if form.window:
+            mask &= places > own - form.window
+    by_head = [each.transpose(0, 1)[None] for each in (queries, keys, values)]
+    return attend_masked(by_head[0], by_head[1], by_head[2], mask, form.cap)[0].transpose(0, 1)
+
+
+def attend_masked(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cap: float
+) -> Tensor:
+    """Attend from [batch, heads, rows, size] to [batch, kv heads, keys, size]; `mask` says what is
+    seen, or is added to scores."""
+    is_grouped = queries.shape[1] != keys.shape[1]
+    if not cap:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, enable_gqa=is_grouped
+        )
+    if is_grouped:
+        group = queries.shape[1] // keys.shape[1]
+        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+    scores = (queries @ keys.transpose(2, 3)).float() * queries.shape[3] ** -0.5
+    scores = cap_scores(scores, cap)
+    if mask is not None:
+        is_seen = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if is_seen else scores + mask
+    return scores.softmax(3).to(values.dtype) @ values
+
+
+def attend_alone(shape: DecoderShape) -> Attend:
+    """Return the attention of one sequence without a cache, all tokens at once."""
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return attend_sdpa(queries, keys, values, shape.attention_form(layer))
+
+    return attend

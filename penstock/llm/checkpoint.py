@@ -19,7 +19,8 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
-from penstock.llm.models.families import FilePlace, family_of
+from penstock.llm.models.families import family_of
+from penstock.llm.models.family import FilePlace, ModelFamily
 from penstock.llm.models.shape import DecoderShape
 from penstock.llm.models.weights import HEAD, weight_sizes
 
@@ -27,8 +28,9 @@ CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.in
 # Tensor of GGUF files with the divisors of the RoPE frequencies.
 ROPE = "rope_freqs.weight"
 MAX_NAMES = 5
-# Weights that some files have but that are not needed: a tied output head, RoPE frequencies.
-LEFT_OUT = (HEAD, "rotary_emb.inv_freq")
+# Weights that some files have but that are not needed: a tied output head, RoPE frequencies, the
+# masks of GPT-2.
+LEFT_OUT = (HEAD, "rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 SEED = 11
 # Standard deviation of random weights, as is usual before training.
 SPREAD = 0.02
@@ -78,8 +80,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     values = read_object(folder / CONFIG)
     family = family_of(_architecture(values, CONFIG))
     shape = family.shape_of_config(values)
-    places, sizes = family.file_places(shape), weight_sizes(shape)
-    files = _files(folder)
+    files, sizes = _files(folder), weight_sizes(shape)
+    places = _file_places(family, shape, files)
     with ExitStack() as stack:
         opened = {name: stack.enter_context(_open(folder / name)) for name in set(files.values())}
         wanted = _whole_sizes(places, sizes)
@@ -95,19 +97,37 @@ def _open_folder(folder: Path) -> Checkpoint:
     def weight(name: str) -> Tensor:
         place = places[name]
         rows = opened[files[place.name]].get_slice(place.name)
-        found: Tensor = rows[place.start : place.start + sizes[name][0]]
+        own = slice(place.start, place.start + sizes[name][0])
+        found: Tensor = rows[:, own].t() if place.is_transposed else rows[own]
         return family.from_file(name, found, shape)
 
     return Checkpoint(shape, weight, close)
 
 
+def _file_places(
+    family: ModelFamily, shape: DecoderShape, files: Mapping[str, str]
+) -> dict[str, FilePlace]:
+    """Return where the files have each weight; some leave out the beginning of names."""
+    places, prefix = family.file_places(shape), family.optional_prefix
+    if not prefix or any(name.startswith(prefix) for name in files):
+        return places
+    return {
+        name: replace(place, name=place.name.removeprefix(prefix)) for name, place in places.items()
+    }
+
+
 def _whole_sizes(places: Mapping[str, FilePlace], sizes: Sizes) -> Sizes:
-    """Return the shapes of a file's weights, of which the decoder's are parts."""
+    """Return the shapes of a file's tensors, of which the decoder's weights are parts."""
     found: dict[str, tuple[int, ...]] = {}
     for name, place in places.items():
         num_rows, *rest = sizes[name]
-        num_before = found.get(place.name, (0,))[0]
-        found[place.name] = (num_before + num_rows, *rest)
+        num_rows += place.start
+        num_matrices = 1 if place.matrix is None else place.matrix + 1
+        if before := found.get(place.name):
+            num_rows = max(num_rows, before[-1 if place.is_transposed else -1 - len(rest)])
+            num_matrices = max(num_matrices, before[0])
+        whole = (*rest, num_rows) if place.is_transposed else (num_rows, *rest)
+        found[place.name] = whole if place.matrix is None else (num_matrices, *whole)
     return found
 
 
@@ -168,14 +188,17 @@ def _open_gguf(path: Path) -> Checkpoint:
         if ROPE in file.tensors:
             divisors = tuple(map(float, file.tensor(ROPE)))
             shape = replace(shape, rope=replace(shape.rope, divisors=divisors))
-        places, sizes = family.gguf_names(shape), weight_sizes(shape)
-        wanted = {other: sizes[name] for name, other in places.items()}
+        places, sizes = family.gguf_places(shape), weight_sizes(shape)
         found = {name: entry.shape for name, entry in file.tensors.items() if name != ROPE}
-        _check(wanted, found, "tensor", f"{path.name}: ")
+        _check(_whole_sizes(places, sizes), found, "tensor", f"{path.name}: ")
         close = stack.pop_all().close
 
     def weight(name: str) -> Tensor:
-        values = family.from_gguf(name, file.tensor(places[name]), shape)
+        place = places[name]
+        num_rows, start = sizes[name][0], place.start
+        if place.matrix is not None:
+            start += place.matrix * num_rows
+        values = family.from_gguf(name, file.rows(place.name, start, num_rows), shape)
         return torch.from_numpy(values.copy())
 
     return Checkpoint(shape, weight, close)

@@ -337,6 +337,7 @@ class CudaRunner:
         num = len(hidden)
         logits = self._logits[:num]
         torch.mm(hidden, self._decoder.head.t(), out=logits)
+        self._decoder.cap(logits)
         operations.sample_rows(logits, batch_table, self._sampled_tokens[:num], self._last)
 
     def _sample_again(

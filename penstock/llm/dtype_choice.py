@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.llm.cache import attend_sdpa
+from penstock.llm.cache import attend_alone
 from penstock.llm.gguf import GgufFile, TensorEntry
 from penstock.llm.messages import EngineSettings
 from penstock.llm.models.decoder import Decoder
@@ -92,9 +92,5 @@ def _logprobs(decoder: Decoder) -> Tensor:
     count = min(NUM_TOKENS, decoder.shape.max_length)
     tokens = torch.randint(decoder.shape.vocabulary, (count,), generator=generator)
     with torch.inference_mode():
-        hidden = decoder.hidden(tokens, torch.arange(count), _attend)
+        hidden = decoder.hidden(tokens, torch.arange(count), attend_alone(decoder.shape))
         return decoder.logits(hidden).float().log_softmax(1)
-
-
-def _attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return attend_sdpa(queries, keys, values)

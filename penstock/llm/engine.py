@@ -32,6 +32,8 @@ MAX_CHOICES = 16
 NEWEST = 0.1
 # Leaders that were refused whose followers may still come.
 MAX_REFUSED = 256
+# Reports between two that tell the load of experts.
+LOAD_EVERY = 256
 
 
 class StepResult(Protocol):
@@ -73,6 +75,8 @@ class Engine:
     max_waiting: int = 1024
     # The runner's; above 0 only for an asynchronous one.
     num_ahead: int = 0
+    # Returns the tokens of each expert since the last time; empty without experts.
+    read_expert_load: Callable[[], tuple[int, ...]] = tuple
     # Prompt logprobs not yet taken by the caller.
     prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
     _in_flight: deque[StepInFlight] = field(default_factory=deque)
@@ -83,6 +87,8 @@ class Engine:
     _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _admission: TtftAdmission = field(init=False)
+    # Calls of `take_expert_load` until the next one that reads it.
+    _num_unread: int = 0
     # The leaders that were refused last, and why: requests that follow them are refused too.
     _refused: dict[int, PenstockError] = field(default_factory=dict)
 
@@ -180,6 +186,15 @@ class Engine:
             if event.reason:
                 self._forget_ended(event.request)
         return events
+
+    def take_expert_load(self) -> tuple[int, ...]:
+        """Return new tokens of each expert, or nothing: they are read rarely while the engine is
+        busy, because that costs a copy from the device."""
+        self._num_unread = 0 if self.is_idle else self._num_unread - 1
+        if self._num_unread > 0:
+            return ()
+        self._num_unread = LOAD_EVERY
+        return self.read_expert_load()
 
     def fail(self) -> list[int]:
         """End all requests after a failed step, and return their ids."""

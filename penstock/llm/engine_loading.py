@@ -88,6 +88,8 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     engine = Engine(scheduler, runner, pace, clock, settings.max_waiting, runner.num_ahead)
     if settings.ttft_s is not None:
         learn_pace(engine)
+    # Without the tokens of warm-ups.
+    engine.read_expert_load = loading.expert_load(decoder).take
     built = {
         "torch": str(torch.__version__),
         "device": settings.device,

@@ -213,6 +213,7 @@ class EngineTotals:
         report.num_cached = now.num_cached - self.num_cached
         report.num_preemptions = now.num_preemptions - self.num_preemptions
         report.waits_s = scheduler.take_waits()
+        report.expert_tokens = engine.take_expert_load()
         return now
 
 

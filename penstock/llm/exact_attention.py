@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.llm.models.shape import PLAIN, AttentionForm
+
 # Keys in a block. Row lengths in `batched_attention` are multiples of it.
 BLOCK = 64
 ROWS = 4
@@ -24,7 +26,14 @@ def pad_length(num_keys: int) -> int:
     return -(-num_keys // BLOCK) * BLOCK
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tensor:
+def cap_scores(scores: Tensor, cap: float) -> Tensor:
+    """Cap scores softly, in place."""
+    return scores.div_(cap).tanh_().mul_(cap)
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor, form: AttentionForm = PLAIN
+) -> Tensor:
     """Return [batch, rows, size] in FP32; each row sees the keys before its end. Keys and values
     are [batch, length, size], where length is a multiple of BLOCK and all numbers are finite;
     `ends` are [batch or 1, rows]."""
@@ -33,7 +42,12 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tenso
     seen = F.pad(ends, (0, -num_rows % ROWS), value=1)
     keys, values = keys.float(), values.float()
     scores = torch.bmm(padded, keys.transpose(1, 2))
-    hidden = torch.arange(keys.shape[1]) >= seen[:, :, None]
+    if form.cap:
+        cap_scores(scores, form.cap)
+    places = torch.arange(keys.shape[1])
+    hidden = places >= seen[:, :, None]
+    if form.window:
+        hidden |= places < seen[:, :, None] - form.window
     scores.masked_fill_(hidden, float("-inf"))
     weights = scores.sub_(scores.amax(2, keepdim=True)).exp_()
     mixed = torch.zeros(batch, padded.shape[1], size)
@@ -44,7 +58,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tenso
     return (mixed / total)[:, :num_rows]
 
 
-def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_prompt(
+    queries: Tensor, keys: Tensor, values: Tensor, form: AttentionForm = PLAIN
+) -> Tensor:
     """Attend from the last tokens of a sequence, [tokens, heads, size], to all its tokens, [tokens,
     kv heads, size]."""
     num, num_heads, size = queries.shape
@@ -65,7 +81,7 @@ def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         ends = torch.arange(first + start + 1, first + start + count + 1)
         seen = ends[:, None].expand(count, rows.shape[2]).reshape(1, -1)
         room = pad_length(first + start + count)
-        mixed = attend(rows.flatten(1, 2), all_keys[:, :room], all_values[:, :room], seen)
+        mixed = attend(rows.flatten(1, 2), all_keys[:, :room], all_values[:, :room], seen, form)
         mixed = mixed.unflatten(1, (count, -1))[:, :, :group].transpose(0, 1)
         found[start : start + count] = mixed.reshape(count, num_heads, size).to(found.dtype)
     return found

@@ -92,9 +92,24 @@ class GgufFile:
     def tensor(self, name: str) -> Array:
         """Return the values of a tensor in FP32."""
         entry = self.tensors[name]
+        num_rows = math.prod(entry.shape[:-1]) if len(entry.shape) > 1 else entry.shape[0]
+        return self.rows(name, 0, num_rows).reshape(entry.shape)
+
+    def rows(self, name: str, start: int, num_rows: int) -> Array:
+        """Return some rows of a tensor, which has values alone, or rows of them, in FP32. The rows
+        of several matrices are counted on."""
+        entry = self.tensors[name]
+        if len(entry.shape) == 1:
+            return self._unpack(entry, 0, entry.num_bytes)[start : start + num_rows]
+        row_bytes = entry.num_bytes // math.prod(entry.shape[:-1])
+        begin = start * row_bytes
+        values = self._unpack(entry, begin, begin + num_rows * row_bytes)
+        return values.reshape(num_rows, entry.shape[-1])
+
+    def _unpack(self, entry: TensorEntry, begin: int, end: int) -> Array:
         form = entry.format
-        raw = np.frombuffer(self._data[entry.offset : entry.offset + entry.num_bytes], np.uint8)
-        return form.unpack(raw.reshape(-1, form.num_bytes)).reshape(entry.shape)
+        raw = np.frombuffer(self._data[entry.offset + begin : entry.offset + end], np.uint8)
+        return form.unpack(raw.reshape(-1, form.num_bytes)).reshape(-1)
 
     def _read(self) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
         reader = _GgufReader(self._data, self.path.name)

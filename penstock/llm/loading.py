@@ -15,9 +15,11 @@ from penstock.llm.checkpoint import made_up, open_checkpoint
 from penstock.llm.engine import EngineRunner
 from penstock.llm.messages import EngineSettings
 from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.experts import ExpertLayer, ExpertLoad
 from penstock.llm.models.int4 import Int4Linear
 from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import DecoderShape
+from penstock.llm.models.swiglu import DecoderLayer
 from penstock.llm.runner import CpuRunner
 from penstock.llm.scheduler import StepLimits
 from penstock.llm.settings import DEFAULT_CACHE_BYTES, ON_CPUS
@@ -60,6 +62,8 @@ def _check_fp8(device: str, shape: DecoderShape) -> None:
     problems = []
     if device.startswith("cuda") and torch.cuda.get_device_capability(device) < ADA:
         problems.append(f"dtype fp8: '{device}' has none; expected compute capability 8.9 or more")
+    if shape.experts is not None:
+        problems.append("dtype fp8: not for mixtures of experts; expected bfloat16 or float16")
     sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner}
     problems += [
         f"dtype fp8: {name} is {size}; expected a multiple of {FP8_MULTIPLE}"
@@ -126,11 +130,14 @@ def open_runner(
     return runner, runner.facts()
 
 
+def expert_load(decoder: Decoder) -> ExpertLoad:
+    feeds = [layer.feed for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+    return ExpertLoad([feed.load for feed in feeds if isinstance(feed, ExpertLayer)])
+
+
 def _in_int4(decoder: Decoder) -> dict[str, str]:
     """Report how many linear layers run in int4: torch does not take all sizes."""
-    all_of_them: list[object] = [
-        each for n in decoder.layers for each in (n.qkv, n.out, n.gate_up, n.down)
-    ]
+    all_of_them = [each for layer in decoder.layers for each in layer.linears]
     num = sum(isinstance(each, Int4Linear) for each in all_of_them)
     rest = len(all_of_them) - num
     told = f"{num} of {len(all_of_them)} linear layers"

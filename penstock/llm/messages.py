@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Tokens = array[int]
 else:  # Python 3.11 has no generic arrays.
     Tokens = array
-VERSION = 2
+VERSION = 3
 # From integers, or from their bytes.
 pack_tokens = partial(array, "I")
 # Limit of a prompt; the other fields of a message are small.
@@ -145,6 +145,8 @@ class StepReport(Frame, tag="new"):
     waits_s: tuple[float, ...] = ()
     # Seconds of the steps since the last report.
     busy_s: float = 0.0
+    # New tokens of each expert, in all layers together; only in some reports.
+    expert_tokens: tuple[int, ...] = ()
 
 
 class PromptLogprobsChunk(Frame, tag="prompt"):

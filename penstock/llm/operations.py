@@ -10,6 +10,7 @@ next step finds the sampled token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,9 +21,15 @@ from penstock.kernels.packed_encoder import room_for_scales, uses_kernels
 from penstock.llm import sampling
 from penstock.llm.cache import Cache, attend_sdpa
 from penstock.llm.logits import without
-from penstock.llm.models.decoder import Decoder, rms_norm, rope, widen
+from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.experts import ExpertLayer
+from penstock.llm.models.feed import SwiGlu
 from penstock.llm.models.fp8 import Fp8Linear, in_fp8
 from penstock.llm.models.linear import AnyLinear, Linear, Small
+from penstock.llm.models.norms import rms_norm
+from penstock.llm.models.rope import rotate, widen
+from penstock.llm.models.shape import AttentionForm
+from penstock.llm.models.swiglu import DecoderLayer
 
 # Columns of the batch table. A token below 0 is the last one sampled in its row of the block table;
 # a position below 0 marks a padding row. The sampled token is stored for row `TARGET`, its own or
@@ -131,9 +138,9 @@ def rope_to_cache(
     if norms is not None:
         asked, kept = rms_norm(queries, norms[0], epsilon), rms_norm(keys, norms[1], epsilon)
     table = widen(rope_table[positions])
-    queries.copy_(rope(asked, table))
+    queries.copy_(rotate(asked, table))
     slots = slots_of(paged, places.rows, positions)[is_there]
-    paged.keys[slots] = rope(kept, table)[is_there]
+    paged.keys[slots] = rotate(kept, table)[is_there]
     paged.values[slots] = values[is_there]
 
 
@@ -161,7 +168,7 @@ def attend(queries: Tensor, paged: Paged, places: Places) -> Tensor:
 
 
 def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) -> None:
-    positions = places.positions.tolist()
+    positions, form = places.positions.tolist(), AttentionForm(paged.window, paged.cap)
     for number, row in enumerate(places.rows.tolist()):
         seen = torch.arange(positions[number] + 1, device=queries.device)
         slots = slots_of(paged, torch.full_like(seen, row), seen)
@@ -169,46 +176,73 @@ def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) ->
             out[number] = 0
             continue
         own = queries[number : number + 1]
-        out[number] = attend_sdpa(own, paged.keys[slots], paged.values[slots])[0]
+        out[number] = attend_sdpa(own, paged.keys[slots], paged.values[slots], form)[0]
 
 
 class Fused:
     """Decoder over a paged KV cache; `table` [rows, blocks] is the block table. Computes the same
-    model as `Decoder.hidden`, with fewer passes over memory."""
+    model as `Decoder.hidden`, with fewer passes over memory where layers are those of `swiglu`."""
 
     def __init__(self, decoder: Decoder, cache: Cache, table: Tensor) -> None:
         self._decoder = decoder
         self._paged = [
-            Paged(keys, values, table, cache.block_size)
-            for keys, values in zip(cache.keys, cache.values, strict=True)
+            Paged(keys, values, table, cache.block_size, form.window, form.cap)
+            for keys, values, form in zip(cache.keys, cache.values, cache.forms, strict=True)
         ]
         self._head = Linear(decoder.head, None)
+        layers = [each for each in decoder.layers if isinstance(each, DecoderLayer)]
+        self._layers = layers if len(layers) == len(decoder.layers) else []
+        # RoPE that changes nothing, for heads that are rotated already.
+        still = torch.zeros_like(decoder.rope_tables[0])
+        still[:, 0] = 1
+        self._still = still
 
     def hidden(self, tokens: Tensor, places: Places) -> Tensor:
-        """Return the final hidden states, [tokens, width], after the last RMSNorm."""
-        decoder, epsilon = self._decoder, self._decoder.shape.epsilon
-        layers = decoder.layers
-        x = F.embedding(tokens, decoder.embeddings)
+        """Return the final hidden states, [tokens, width], after the last norm."""
+        decoder = self._decoder
+        if not self._layers:
+            attend = partial(self._attend_rotated, places)
+            return decoder.hidden(tokens, places.positions.clamp(min=0), attend)
+        layers, epsilon = self._layers, decoder.shape.epsilon
+        x = decoder.embed(tokens, places.positions)
         y, x = add_norm(None, x, layers[0].first_norm, epsilon, layers[0].qkv)
         for number, layer in enumerate(layers):
-            mixed = self._mixed(number, layer.qkv(y), places)
+            mixed = self._mixed(number, layer, layer.qkv(y), places)
             out = layer.out(to_input(mixed, layer.out))
-            y, x = add_norm(out, x, layer.last_norm, epsilon, layer.gate_up)
-            fed = layer.down(gate(layer.gate_up(y), layer.down))
+            feed = layer.feed
+            first = feed.gate_up if isinstance(feed, SwiGlu) else feed.router
+            y, x = add_norm(out, x, layer.last_norm, epsilon, first)
+            fed = _fed(feed, y, places)
             after = layers[number + 1] if number + 1 < len(layers) else None
-            norm = decoder.norm if after is None else after.first_norm
+            norm = decoder.norm.weight if after is None else after.first_norm
             linear = self._head if after is None else after.qkv
             y, x = add_norm(fed, x, norm, epsilon, linear)
         assert isinstance(y, Tensor)
         return y
 
-    def _mixed(self, number: int, qkv: Tensor, places: Places) -> Tensor:
+    def _mixed(self, number: int, layer: DecoderLayer, qkv: Tensor, places: Places) -> Tensor:
         shape, paged = self._decoder.shape, self._paged[number]
-        norms = self._decoder.layers[number].head_norms
-        rope_to_cache(qkv, paged, places, self._decoder.rope_table, norms, shape.epsilon)
+        rope_table = self._decoder.rope_tables[number]
+        rope_to_cache(qkv, paged, places, rope_table, layer.head_norms, shape.epsilon)
         size = shape.head_size
         queries = qkv[:, : shape.num_heads * size].unflatten(1, (shape.num_heads, size))
         return attend(queries, paged, places).flatten(1)
+
+    def _attend_rotated(
+        self, places: Places, number: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Like `Attend`, over the cache."""
+        paged = self._paged[number]
+        qkv = torch.cat([queries, keys, values], 1).flatten(1)
+        rope_to_cache(qkv, paged, places, self._still, None, self._decoder.shape.epsilon)
+        return attend(queries.contiguous(), paged, places)
+
+
+def _fed(feed: SwiGlu | ExpertLayer, y: Tensor | Small, places: Places) -> Tensor:
+    if isinstance(feed, SwiGlu):
+        return feed.down(gate(feed.gate_up(y), feed.down))
+    assert isinstance(y, Tensor)
+    return feed(y, places.positions >= 0)
 
 
 # Tokens.

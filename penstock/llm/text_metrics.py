@@ -58,6 +58,7 @@ class TextRecord:
     num_waiting: int
     cache_use: float
     reported_at: float
+    expert_tokens: tuple[int, ...] = ()
 
 
 decode_record = msgspec.msgpack.Decoder(TextRecord).decode
@@ -78,6 +79,8 @@ class TextMetrics:
         # Prompt tokens looked up in the prefix cache, and found there.
         self.num_asked = self.num_cached = 0
         self.num_preemptions = 0
+        # Tokens of each expert, in all layers together; empty without experts.
+        self.expert_tokens: list[int] = []
         self.num_ended = dict.fromkeys(REASONS, 0)
         self.first_token_s = Histogram(FIRST_TOKEN_S)
         self.next_token_s = Histogram(NEXT_TOKEN_S)
@@ -109,10 +112,16 @@ class TextMetrics:
         self.num_asked += report.num_asked
         self.num_cached += report.num_cached
         self.model.busy_s += report.busy_s
+        self._add_expert_tokens(report.expert_tokens)
         if report.num_computed:
             self.step_tokens.add(report.num_computed)
         for wait_s in report.waits_s:
             self.queue_s.add(wait_s)
+
+    def _add_expert_tokens(self, tokens: Sequence[int]) -> None:
+        before = self.expert_tokens or [0] * len(tokens)
+        if tokens:
+            self.expert_tokens = [sum(each) for each in zip(before, tokens, strict=True)]
 
     def idle(self) -> None:
         """Zero the gauges: no client waits, and the engine aborts what it still has."""
@@ -131,6 +140,7 @@ class TextMetrics:
             self.num_waiting,
             self.cache_use,
             self._reported_at,
+            tuple(self.expert_tokens),
         )
         return msgspec.msgpack.encode(record)
 
@@ -143,6 +153,7 @@ class TextMetrics:
                 self.num_ended[reason] += count
             for name, histogram in each.histograms.items():
                 add_histogram(getattr(self, name), histogram)
+            self._add_expert_tokens(each.expert_tokens)
             if each.reported_at > self._reported_at:
                 self._reported_at = each.reported_at
                 self.num_running, self.num_waiting = each.num_running, each.num_waiting

@@ -79,4 +79,12 @@ def scrape(metrics: TextMetrics, model: ModelMetrics) -> Sequence[ScrapeLines]:
         ScrapeLines.of_histograms(PREFIX + name, text, [(labels, getattr(metrics, field))])
         for name, text, field in HISTOGRAMS
     ]
-    return [*numbers, ScrapeLines.of(name, text, "counter", ended), *histograms]
+    lines = [*numbers, ScrapeLines.of(name, text, "counter", ended), *histograms]
+    if metrics.expert_tokens:
+        text = "Tokens that an expert of a mixture has computed, in all layers together"
+        loads = [
+            ({**labels, "expert": f"{number}"}, num)
+            for number, num in enumerate(metrics.expert_tokens)
+        ]
+        lines.append(ScrapeLines.of(f"{PREFIX}expert_tokens_total", text, "counter", loads))
+    return lines

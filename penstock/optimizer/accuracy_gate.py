@@ -40,12 +40,15 @@ class AccuracyGate:
     """Judges builds by the examples of a run."""
 
     run: RunContext
+    # Answers of the model, which are compared value by value.
     source: AnswerSource
+    # Answers that clients get: the same, unless the model is a member of an ensemble.
+    judged: AnswerSource
 
     @cached_property
     def scorer(self) -> scores.Scorer:
         run = self.run
-        return scores.make_scorer(run.plan, run.samples, self.source.original_answers(COMPARED))
+        return scores.make_scorer(run.plan, run.samples, self.judged.original_answers(COMPARED))
 
     @cached_property
     def budget(self) -> Budget:
@@ -59,8 +62,9 @@ class AccuracyGate:
             original = source.model_answers
             found = source.answers(without_postprocess(build), source.compared)
             tolerance = self._tolerance if is_exact else None
-            # With a postprocessing function, --outputs names that function's outputs.
-            names = () if build.config.postprocess else run.plan.outputs
+            # With a function or an ensemble around the model, --outputs names their outputs.
+            is_inside = build.config.postprocess is not None or run.ensemble is not None
+            names = () if is_inside else run.plan.outputs
             return self._compared(original, found, tolerance, names)
 
         run.tell("numerics")
@@ -77,7 +81,7 @@ class AccuracyGate:
     def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
         """Apply the accuracy gate to a lossless step: answers are also compared value by value on
         all examples of the part, and on as many other rows as the survey has time for."""
-        run, source = self.run, self.source
+        run, source = self.run, self.judged
 
         def compare() -> Numerics:
             run.tell(f"numerics, {part}")
@@ -94,7 +98,7 @@ class AccuracyGate:
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
 
     def evaluate(self, build: Build, part: str) -> Evaluation:
-        run, source = self.run, self.source
+        run, source = self.run, self.judged
 
         def evaluate() -> Evaluation:
             run.tell(f"accuracy, {part}")
@@ -130,5 +134,4 @@ class AccuracyGate:
     @property
     def _checked_outputs(self) -> Sequence[str]:
         """The outputs named by --outputs, default all."""
-        run = self.run
-        return run.plan.outputs or [spec.name for spec in run.original.config.outputs]
+        return self.run.plan.outputs or self.run.answered

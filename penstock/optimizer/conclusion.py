@@ -63,6 +63,9 @@ class Conclusion(ABC):
     max_proofs: int = 2
     # Whether the search has measured at the SLO's load, so that its figures compare with a proof.
     has_slo_load: bool = True
+    # Whether the simulation predicts what is served: not for an ensemble, of which it knows a
+    # member only.
+    has_predictions: bool = True
 
     @abstractmethod
     def admit(self, finalist: Finalist) -> FinalChoice | None:
@@ -168,7 +171,7 @@ class Conclusion(ABC):
             chosen = disturbance.BuildHistory("chosen", after)
             if self.has_slo_load:
                 finalist = choice.finalist
-                predicted = finalist.contender.rate or None
+                predicted = (finalist.contender.rate or None) if self.has_predictions else None
                 chosen = disturbance.BuildHistory("chosen", after, [finalist.served], predicted)
             self.found.before = msgspec.structs.replace(
                 before, disturbances=disturbance.own_doubts(original, rate)
@@ -256,6 +259,9 @@ class TensorConclusion(Conclusion):
         run, findings = evaluator.run, search.findings
         super().__init__(run.plan, run.journal, findings, search.budget, search.progress, found)
         self._evaluator = evaluator
+        self.has_predictions = run.ensemble is None
+        if run.ensemble is not None:
+            found.member = run.ensemble.member
         if run.examples is not None:
             found.accuracy_budget = str(evaluator.gate.budget)
         found.notes = [*run.notes, *found.notes, *findings.notes]

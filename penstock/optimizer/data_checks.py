@@ -29,6 +29,14 @@ ONLY_AGREEMENT = (
 )
 
 
+def check_output_names(outputs: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for outputs that the model does not have."""
+    unknown = [name for name in outputs if name not in known]
+    if unknown:
+        wrong = f"the model has no output {listed(unknown)}; it has {listed(known)}"
+        raise ConfigError([f"outputs: {wrong}"])
+
+
 @dataclass(slots=True)
 class DataChecks:
     """Reports data that would mislead calibration or the gate, as errors and notes."""
@@ -44,14 +52,16 @@ class DataChecks:
             run.unchecked.append(NO_DATA)
             self._evaluate_original()
             return
-        self._check_finite(run.samples.non_finite)
+        self._check_finite(run.asked.non_finite)
         run.tell("audit of the data")
         if gate.scorer.is_agreement:
             run.unchecked.append(ONLY_AGREEMENT)
         found = run.journal.remember("audit", "", audit.Audit, self._audit)
         if found.problems:
-            ways = "or omit --data; steps that need data are then skipped"
-            raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
+            problems = [f"data: {each}" for each in found.problems]
+            if run.ensemble is None:
+                problems.append("or omit --data; steps that need data are then skipped")
+            raise ConfigError(problems)
         run.notes += found.warnings
         # Fail now rather than at the end if answers cannot be scored or the evaluator fails.
         evaluated = gate.evaluate(run.original, CHOICE)
@@ -68,11 +78,8 @@ class DataChecks:
 
     def _check_output_names(self) -> None:
         outputs = self.run.plan.outputs
-        known = [spec.name for spec in self.run.original.config.outputs]
-        unknown = [name for name in outputs if name not in known]
-        if unknown:
-            wrong = f"the model has no output {listed(unknown)}; it has {listed(known)}"
-            raise ConfigError([f"outputs: {wrong}"])
+        known = self.run.answered
+        check_output_names(outputs, known)
         if left := listed([name for name in known if outputs and name not in outputs]):
             text = f"outputs {left} were not checked: --outputs leaves them out"
             self.run.unchecked.append(text)
@@ -111,7 +118,7 @@ class DataChecks:
         run, predict = self.run, self.gate.scorer.predict
         said = None if predict is None else predict(self.source.original_answers(CHOICE))
         is_separate = bool(run.plan.calibration)
-        return audit.audit_examples(run.samples, said, is_separate=is_separate)
+        return audit.audit_examples(run.asked, said, is_separate=is_separate)
 
     def clipped(self, build: Build) -> dict[str, float]:
         """Return the share of held-out values outside of the calibrated range, by input."""

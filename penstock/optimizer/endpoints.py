@@ -39,7 +39,7 @@ from penstock.optimizer.trials import stacked
 from penstock.processes.tool import ToolProcess
 from penstock.serving.explain import Explanation
 from penstock.serving.padding import bf16_floats
-from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
+from penstock.types import DATATYPES, Array, RequestedOutput, TensorSpec, pack_bytes
 from penstock.wire.v2_client import HEAD_LENGTH, decode_answer, encode_infer
 
 # Receives what is being done, for the live view.
@@ -171,16 +171,46 @@ class ServedEndpoint:
         and differently here: in a second instance, after many requests, or because of its
         environment. So those of the build to commit are compared with what the gate judged."""
         address, config = self.address, self.build.config
-        fitting = fitted(rows, config)
-        has_one = fitting is not rows
-        messages = [encode_infer(stacked(config, [row])) for row in fitting]
+        messages = self._messages(rows)
         num_requests = max(len(rows), NUM_REQUESTS * config.num_instances)
         ends_at = time.monotonic() + seconds
         turns = [range(n, num_requests, NUM_CLIENTS) for n in range(NUM_CLIENTS)]
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             asked = [pool.submit(_be_client, address, messages, each, ends_at) for each in turns]
             answers = [answer for client in asked for answer in client.result()]
-        if config.max_batch_size == 0 or has_one:
+        return self._as_rows(rows, answers)
+
+    def answers_once(
+        self, rows: Sequence[Row], ends_at: float, outputs: Sequence[str] = ()
+    ) -> list[dict[str, Array]]:
+        """Return the answer to each row, of these outputs only if any are named; an empty one where
+        time ran out first. BackendFailed if the server refuses a row."""
+        messages = self._messages(rows, outputs)
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            turns = [range(n, len(rows), NUM_CLIENTS) for n in range(min(NUM_CLIENTS, len(rows)))]
+            asked = [
+                pool.submit(_be_client, self.address, messages, each, ends_at) for each in turns
+            ]
+            found = dict(
+                self._as_rows(rows, [each for client in asked for each in client.result()])
+            )
+        if math.isinf(ends_at) and len(found) < len(rows):
+            missing = next(place for place in range(len(rows)) if place not in found)
+            raise BackendFailed(f"the server refused example {missing} {NUM_TRIES} times")
+        return [found.get(place, {}) for place in range(len(rows))]
+
+    def _messages(
+        self, rows: Sequence[Row], outputs: Sequence[str] = ()
+    ) -> list[tuple[int, bytes]]:
+        wanted, config = [RequestedOutput(name) for name in outputs], self.build.config
+        return [encode_infer(stacked(config, [row]), wanted) for row in fitted(rows, config)]
+
+    def _as_rows(
+        self, rows: Sequence[Row], answers: list[tuple[int, dict[str, Array]]]
+    ) -> list[tuple[int, dict[str, Array]]]:
+        """Remove the batch dimension that the rows do not have."""
+        config = self.build.config
+        if config.max_batch_size == 0 or fitted(rows, config) is not rows:
             return answers
         return [(place, {n: each[0, ...] for n, each in found.items()}) for place, found in answers]
 
@@ -329,6 +359,9 @@ def num_clients(config: ModelConfig) -> int:
     """Return enough clients that every instance has a full batch and the next one queued. In slo
     mode, late requests are refused and clients retry at once: many clients would leave the server
     no time to answer. So only one request is queued then, not a batch."""
+    if config.is_ensemble:
+        # Its members have the instances.
+        return min(MAX_CLIENTS, max(NUM_CLIENTS, 2 * config.max_batch_size))
     is_refusing = config.batching.slo_latency_s is not None
     num_rows = 1 if is_refusing or not config.batching.is_dynamic else config.max_batch_size
     return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
@@ -346,7 +379,7 @@ def _be_client(
                 if time.monotonic() > ends_at and turn >= NUM_CLIENTS:
                     break
                 place = turn % len(messages)
-                answer = _infer(connection, f"{parts.path}/infer", messages[place])
+                answer = _infer(connection, f"{parts.path}/infer", messages[place], place)
                 if answer is not None:
                     found.append((place, answer))
     except (OSError, http.client.HTTPException) as error:
@@ -355,9 +388,9 @@ def _be_client(
 
 
 def _infer(
-    connection: http.client.HTTPConnection, path: str, message: tuple[int, bytes]
+    connection: http.client.HTTPConnection, path: str, message: tuple[int, bytes], place: int
 ) -> dict[str, Array] | None:
-    """Send one request; None if the server refuses all tries."""
+    """Send one request; None if the server refuses all tries. `place` names it in errors."""
     head_length, body = message
     for _ in range(NUM_TRIES):
         connection.request("POST", path, body, {HEAD_LENGTH: str(head_length)})
@@ -366,6 +399,7 @@ def _infer(
         if response.status == http.HTTPStatus.OK:
             return decode_answer(int(response.headers[HEAD_LENGTH]), data)
         if response.status != http.HTTPStatus.SERVICE_UNAVAILABLE:
-            raise BackendFailed(f"the server answered {response.status}: {data[:300]!r}")
+            said = f"the server answered {response.status}: {data[:300]!r}"
+            raise BackendFailed(f"example {place}: {said}")
         time.sleep(RETRY_S)
     return None

@@ -17,6 +17,7 @@ from penstock.optimizer.answer_source import CHOICE, HELD_OUT, AnswerSource
 from penstock.optimizer.builder import Builder
 from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.data_checks import DataChecks
+from penstock.optimizer.ensemble_answers import EnsembleAnswers
 from penstock.optimizer.gpu_sessions import GpuProcesses
 from penstock.optimizer.inspector import Inspector
 from penstock.optimizer.measurements import Measurements
@@ -42,8 +43,12 @@ class Evaluator:
         self.builder = Builder(run, self._gpu)
         self.inspector = Inspector(run, self._gpu, self.builder)
         self.source = AnswerSource(run, self._gpu, self.inspector)
-        self.gate = AccuracyGate(run, self.source)
-        self.data = DataChecks(run, self.source, self.gate)
+        # The answers that clients get, which the gate judges.
+        self.judged = self.source
+        if run.ensemble is not None:
+            self.judged = EnsembleAnswers(run, self._gpu, self.inspector)
+        self.gate = AccuracyGate(run, self.source, self.judged)
+        self.data = DataChecks(run, self.judged, self.gate)
         self.measurements = Measurements(run, self._gpu, self.inspector)
 
     def close(self) -> None:
@@ -52,13 +57,13 @@ class Evaluator:
 
     def check_served(self, build: Build, *, is_lossy: bool) -> str:
         """Return why the server's answers are not those that the gate judged; empty if they are."""
-        run, source = self.run, self.source
+        run, source = self.run, self.judged
 
         def check() -> str:
             run.tell("answers of the server")
             indices = source.indices(HELD_OUT)
             judged = source.answers(build, indices)
-            rows = [run.rows[index] for index in indices]
+            rows = [run.asked.rows[index] for index in indices]
             left_s = run.budget.stage_left_s
             seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
             found = self.measurements.served_answers(build, rows, seconds)

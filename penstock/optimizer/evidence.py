@@ -4,7 +4,7 @@ made. `versions` writes it; the server reads the SLO from it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,15 +28,21 @@ SAME = ("lineage", "outcome", "measured", "accuracy")
 Evidence = dict[str, object]
 
 
-def commit(build: Build, found: Optimization, run: str) -> None:
+def commit(
+    build: Build,
+    found: Optimization,
+    run: str,
+    prepare: Callable[[], Evidence] | None = None,
+) -> None:
     """Commit, unless a run killed after its commit has, and record the version in `found`. If there
-    is nothing to commit, or writing fails, record why: the results are worth keeping without it."""
+    is nothing to commit, or writing fails, record why: the results are worth keeping without it.
+    `prepare` writes what the version needs first, and returns what to add to the evidence."""
     out = Path(found.out)
     if found.proof_failure:
         found.uncommitted = f"the proof of {build.candidate} failed: {found.proof_failure}"
         return
     made = evidence(build, found, run)
-    found.version = _committed(out / found.name, made)
+    found.version = committed(out / found.name, made)
     if not found.version:
         found.kept_version = _kept_version(out / found.name, found)
     if found.version or found.kept_version:
@@ -48,6 +54,7 @@ def commit(build: Build, found: Optimization, run: str) -> None:
             found.uncommitted = f"{out}: not enough disk space for the version: {missing}"
             return
         out.mkdir(parents=True, exist_ok=True)
+        made |= {} if prepare is None else prepare()
         found.version = versions.commit(out, found.name, build.version_folder, build.config, made)
     except (OSError, StorageFull) as error:
         needed, free = units.size(size), units.size(workspace.free_bytes(out))
@@ -127,7 +134,7 @@ def _measured(served: ServedMeasurement | None) -> Evidence | None:
     return {key: each for key, each in msgspec.structs.asdict(served).items() if key != "curve"}
 
 
-def _committed(folder: Path, made: Evidence) -> str:
+def committed(folder: Path, made: Evidence) -> str:
     """Return the version with the same evidence (`SAME`); empty if no version has it."""
     if not os.path.isdir(folder):
         return ""

@@ -112,6 +112,11 @@ def read_config(folder: Path) -> ModelConfig:
     return found.configs[0]
 
 
+def link_tree(source: Path, target: Path) -> None:
+    """Write a folder of builds anew, with linked files."""
+    shutil.copytree(source, target, copy_function=lambda old, new: link(Path(old), Path(new)))
+
+
 def link(source: Path, target: Path) -> None:
     """Hard-link a file, or copy it if the file system cannot. A symbolic link could point elsewhere
     from its new place. Labels, code and configurations are copied: a server refuses to load those

@@ -35,7 +35,7 @@ class Measurements:
         self._gpu = gpu
         self._inspector = inspector
         # A small budget has time for short levels only.
-        self._plan = replace(run.plan, duration_s=run.budget.planned.level_s)
+        self._plan = replace(run.served_plan, duration_s=run.budget.planned.level_s)
 
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
         run, gpu = self._run, self._gpu
@@ -125,7 +125,8 @@ class Measurements:
         self, build: Build, rows: Sequence[Row], seconds: float
     ) -> list[tuple[int, dict[str, Array]]]:
         """Return the answers of the build behind its server, with the index of each row."""
-        return replace(self._bench([build], self._limits()), rows=rows).answers(build, seconds)
+        bench = replace(self._bench([build], self._limits()), rows=rows)
+        return bench.answers(self._run.served(build), seconds)
 
     def _limits(self) -> MeasurementLimits:
         budget = self._run.budget
@@ -134,7 +135,7 @@ class Measurements:
 
     def _bench(self, builds: Sequence[Build], limits: MeasurementLimits) -> ServedBench:
         run, kept = self._run, self._gpu.kept_servers(builds)
-        return ServedBench(self._plan, run.rows, run.tell, kept, limits)
+        return ServedBench(self._plan, run.asked.rows, run.tell, kept, limits)
 
     def _remember(
         self,
@@ -147,11 +148,11 @@ class Measurements:
         """Measure with the machine otherwise idle, or use the journal, at the current price."""
 
         def measured() -> list[ServedMeasurement]:
-            return measure(self._bench(builds, limits), builds)
+            return measure(self._bench(builds, limits), list(map(self._run.served, builds)))
 
         is_original = kind == "served" and len(builds) == 1
         asked = self._run.required(builds[0], measured) if is_original else measured
-        plan, level_s = self._run.plan, self._plan.duration_s
+        plan, level_s = self._run.served_plan, self._plan.duration_s
         self._gpu.settle()
         if level_s < plan.duration_s:
             # A run with a larger budget measures again, for longer.

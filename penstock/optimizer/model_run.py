@@ -62,6 +62,14 @@ class ModelRun(ABC, Generic[S, D]):
     def open(self, target: Path) -> S:
         """Write the original as a model folder."""
 
+    def files(self, subject: S) -> Path:
+        """Return the folder with all files of the original."""
+        return subject.build.folder
+
+    def place(self, subject: S, folder: Path) -> Build:
+        """Keep the original in the run's folder; return its build there."""
+        return workspace.place(subject.build, folder / self.plan.name)
+
     @abstractmethod
     def read_data(self, subject: S) -> D: ...
 
@@ -83,17 +91,21 @@ class ModelRun(ABC, Generic[S, D]):
             key = self.key(subject, data)
             folder = workspace.work_folder(plan) / key
             original = folder / workspace.ORIGINAL
-            workspace.check_room(Path(plan.out), subject.build.folder, is_resumed=original.is_dir())
+            files = self.files(subject)
+            workspace.check_room(Path(plan.out), files, is_resumed=original.is_dir())
             findings = Findings()
             with Journal(folder, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
-                placed = workspace.place(subject.build, original / plan.name)
-                subject = replace(subject, build=placed)
+                subject = replace(subject, build=self.place(subject, original))
                 found, build = self.conclude(subject, data, journal, findings)
                 _note_resumed(found, journal)
                 found.work, found.build_folder = str(folder), str(build.folder)
                 found.headline = headline(found)
-                finish(findings, lambda: evidence.commit(build, found, key))
+                finish(findings, lambda: self.commit(build, found, key))
                 return found
+
+    def commit(self, build: Build, found: Optimization, key: str) -> None:
+        """Add the version to the repository, with its evidence."""
+        evidence.commit(build, found, key)
 
     def digest(self, plan: Plan, *digests: str) -> str:
         """Return a key of plan, model, data, code, tools and machine; a journal is valid for it."""

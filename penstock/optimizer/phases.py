@@ -97,7 +97,8 @@ def _rate(
     if found.form == "text":
         return math.nan if served is None else 0.0, False
     own = try_of(found.tries, candidate.model.key)
-    if own is None or own.predicted_rate is None:
+    # The rate of an ensemble's member by itself says nothing of the ensemble.
+    if own is None or own.predicted_rate is None or found.member:
         return math.nan, False
     return own.predicted_rate, True
 

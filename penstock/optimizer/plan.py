@@ -26,6 +26,8 @@ class Plan:
     data_name: str = ""
     # The array or field of the data that holds the labels; empty: none.
     labels: str = ""
+    # Member of an ensemble to optimise; empty: the bottleneck.
+    member: str = ""
     # package.module:function that scores examples; empty: use labels, or agreement.
     evaluator: str = ""
     # Separate data for calibration; empty: a part of `data`.

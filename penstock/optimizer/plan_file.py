@@ -30,7 +30,17 @@ from penstock.repository.model_source import is_language_model, resolve
 PATHS = ("model", "data", "from_live", "calibration", "out")
 # Examples of required options, shown if they are missing.
 REQUIRED = {"model": "model.onnx", "slo": "p99 < 20 ms at 200/s", "out": "models"}
-TEXTS = ("model", "name", "out", "data", "from_live", "data_name", "labels", "calibration")
+TEXTS = (
+    "model",
+    "name",
+    "out",
+    "data",
+    "from_live",
+    "data_name",
+    "labels",
+    "calibration",
+    "member",
+)
 FUNCTIONS = {"eval": "evaluator", "preprocess": "preprocess", "postprocess": "postprocess"}
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

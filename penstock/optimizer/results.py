@@ -88,6 +88,20 @@ class Turn(msgspec.Struct):
     conditions: Conditions = Conditions()
 
 
+class MemberTime(msgspec.Struct):
+    """Mean seconds that a request to an ensemble spends in one member, over all its requests to
+    it; members may work at the same time."""
+
+    queue_s: float
+    compute_s: float
+    # Requests to the member.
+    num_requests: float
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.compute_s
+
+
 class ServedMeasurement(msgspec.Struct):
     """Measurement through the real serving path, at the SLO's load."""
 
@@ -121,6 +135,8 @@ class ServedMeasurement(msgspec.Struct):
     turns: list[Turn] = []
     # Why these figures cannot be trusted; empty: nothing contradicts them.
     disturbances: list[str] = []
+    # Of an ensemble, by name; empty for other models.
+    members: dict[str, MemberTime] = {}
 
     @property
     def is_met(self) -> bool:
@@ -274,6 +290,8 @@ class Optimization(msgspec.Struct):
     live_data: str = ""
     # Arrival of the first and last request of live data, ISO 8601; empty for other data.
     live_span: tuple[str, ...] = ()
+    # The member of an ensemble that was optimised; empty for other models.
+    member: str = ""
     # tensors; or text: a language model behind OpenAI's API.
     form: Literal["tensors", "text"] = "tensors"
     format: int = 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import time
 
+from penstock.errors import ConfigError
 from penstock.optimizer.model_run import Watch
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.this_machine import read_machine
-from penstock.repository.model_source import is_language_model
+from penstock.repository.model_source import is_ensemble, is_language_model
 
 
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
@@ -20,6 +21,12 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         from penstock.optimizer.llm.text_run import TextRun
 
         return TextRun(*call).optimize()
+    if is_ensemble(plan.model):
+        from penstock.optimizer.member_run import MemberRun
+
+        return MemberRun(*call).optimize()
+    if plan.member:
+        raise ConfigError([f"member: {plan.model} is not an ensemble; leave it out"])
     from penstock.optimizer.tensor_run import TensorRun
 
     return TensorRun(*call).optimize()

@@ -17,6 +17,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
+from penstock.optimizer.measured_ensemble import MeasuredEnsemble
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.subject import Subject
 from penstock.optimizer.time_plan import TimeBudget, TookTooLong
@@ -40,6 +41,8 @@ class RunContext:
     budget: TimeBudget
     # Receives what is being done.
     tell: Callable[[str], None]
+    # The ensemble whose member the model is: clients send it requests, and judge its answers.
+    ensemble: MeasuredEnsemble | None = None
     notes: list[str] = field(default_factory=list)
     # Gaps in what the accuracy gate checks, one sentence each.
     unchecked: list[str] = field(default_factory=list)
@@ -57,6 +60,27 @@ class RunContext:
     def examples(self) -> Examples | None:
         """The user's examples; None without data."""
         return self.samples if self.plan.data else None
+
+    @property
+    def asked(self) -> Examples:
+        """What clients send."""
+        return self.samples if self.ensemble is None else self.ensemble.samples
+
+    @property
+    def answered(self) -> Sequence[str]:
+        """The outputs that clients get."""
+        seen = self.original.config if self.ensemble is None else self.ensemble.config
+        return [spec.name for spec in seen.outputs]
+
+    @property
+    def served_plan(self) -> Plan:
+        """The plan by which served builds are judged."""
+        slo = self.plan.slo if self.ensemble is None else self.ensemble.slo
+        return replace(self.plan, slo=slo)
+
+    def served(self, build: Build) -> Build:
+        """Return what a server serves: the build, or the ensemble around it."""
+        return build if self.ensemble is None else self.ensemble.around(build)
 
     @property
     def rows(self) -> Sequence[Row]:

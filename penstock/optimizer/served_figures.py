@@ -19,7 +19,14 @@ from penstock.optimizer.disturbance import MIN_CALM, calm_windows
 from penstock.optimizer.endpoints import ServedEndpoint
 from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Curve, ServedMeasurement, Streams, TermVerdict, Turn
+from penstock.optimizer.results import (
+    Curve,
+    MemberTime,
+    ServedMeasurement,
+    Streams,
+    TermVerdict,
+    Turn,
+)
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, cost_per_million
 
 
@@ -82,6 +89,7 @@ def served_of(account: ServedAccount, load: Load, plan: Plan) -> ServedMeasureme
         gpu_memory_bytes=max(account.gpu_memory_bytes, default=0),
         streams=_streams(windows),
         turns=turns,
+        members=members(account.counters),
     )
 
 
@@ -154,6 +162,20 @@ def phases(counters: Sequence[Counters], latency_s: float, config: ModelConfig) 
         for name, field in fields.items()
     }
     found["network and codec"] = max(0.0, latency_s - sum(found.values()))
+    return found
+
+
+def members(counters: Sequence[Counters]) -> dict[str, MemberTime]:
+    """Return the time in each member for each request to the ensemble, in the order of its steps;
+    empty for other models."""
+    num = sum(each.num_success for each in counters)
+    found: dict[str, MemberTime] = {}
+    for name in dict.fromkeys(name for each in counters for name in each.members):
+        own = [each.members[name] for each in counters if name in each.members]
+        compute = sum(c.compute_input_ns + c.compute_infer_ns + c.compute_output_ns for c in own)
+        queue, num_own = sum(c.queue_ns for c in own), sum(c.num_success for c in own)
+        if num and num_own:
+            found[name] = MemberTime(queue / num / 1e9, compute / num / 1e9, num_own / num)
     return found
 
 

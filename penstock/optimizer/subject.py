@@ -342,9 +342,11 @@ def _check_copy(file: str, call: Callable[[], list[Row]], expected: Row) -> None
 
 
 def digest_of(folder: Path) -> str:
-    """Return a digest of all files and their names."""
+    """Return a digest of all files and their names, without compiled Python."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if "__pycache__" in path.parts:
+            continue
         with path.open("rb") as file:
             part = hashlib.file_digest(file, "sha256").hexdigest()
         whole.update(f"{path.relative_to(folder).as_posix()} {part}\n".encode())

@@ -56,13 +56,14 @@ class TensorRun(ModelRun[Subject, Examples]):
     def conclude(
         self, subject: Subject, data: Examples, journal: Journal, findings: Findings
     ) -> tuple[Optimization, Build]:
-        is_on_gpu = subject.build.config.uses_gpu
+        is_on_gpu = self.uses_gpu(subject)
         plan = time_plan.limited(self.plan, is_on_gpu=is_on_gpu)
         budget = TimeBudget(plan, findings, time.monotonic, self.began, is_on_gpu=is_on_gpu)
         progress = ProgressReporter(
             self.watch, findings, budget, stages_of(is_on_gpu), judges_lossless=bool(plan.data)
         )
         run = RunContext(plan, self.machine, subject, data, journal, budget, progress.tell)
+        run = self.narrowed(run)
         with closing(Evaluator(run)) as evaluator:
             search = Search(evaluator, findings, budget, progress, passes.sequence())
             _search(evaluator, search)
@@ -72,7 +73,18 @@ class TensorRun(ModelRun[Subject, Examples]):
             _describe_inputs(evaluator, build, found)
             _keep_chosen(evaluator, search, build, found)
         found.elapsed_s = budget.elapsed_s
+        self.describe(run, found)
         return found, build
+
+    def uses_gpu(self, subject: Subject) -> bool:
+        return subject.build.config.uses_gpu
+
+    def narrowed(self, run: RunContext) -> RunContext:
+        """Return the run of the model that is optimised: of an ensemble, a member."""
+        return run
+
+    def describe(self, run: RunContext, found: Optimization) -> None:
+        """Add to the record what is known of this kind of model only."""
 
 
 def _search(evaluator: Evaluator, search: Search) -> None:

@@ -10,7 +10,7 @@ import socket
 import sys
 
 from penstock.processes.endings import die_with_parent
-from penstock.system import logs
+from penstock.system import allocator, logs
 
 
 def take_part() -> None:
@@ -30,6 +30,7 @@ def begin_life() -> socket.socket | None:
     # Ctrl-C in a terminal signals the whole group; the parent decides when this process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.configure(logs.from_environment())
+    allocator.keep_freed_memory()
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     return socket.socket(fileno=fd)

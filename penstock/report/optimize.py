@@ -47,6 +47,11 @@ PLOTS = {
         "Each point is an arrival rate that was served. Right and low is good.",
     ),
     "tpot_curves": ("Rate and time per token", "After the first token. Right and low is good."),
+    "members": (
+        "The time of each member",
+        "Mean per request to the ensemble, at the rate of the SLO. Pale: waiting in its queue."
+        " Members that work at the same time count in full.",
+    ),
     "phases": ("Where the time of a request goes", "Mean per request at the rate of the SLO."),
     "roofline": (
         "Operators under the roof",
@@ -86,7 +91,9 @@ def page(optimization: Optimization) -> str:
         "next_step": wording.next_step(optimization),
         "steps_of": reproduce.steps_code,
         "files_of": lambda candidate: reproduce.files(optimization, candidate),
-        "build_code": "" if chosen is None else reproduce.build_code(optimization, chosen),
+        "build_code": ""
+        if chosen is None or optimization.member
+        else reproduce.build_code(optimization, chosen),
         "bench": reproduce.bench_commands(optimization),
         "record": _record(optimization),
         "is_text": optimization.form == "text",
@@ -124,6 +131,7 @@ def about(optimization: Optimization) -> dict[str, str]:
         "SLO": optimization.slo,
         "accuracy": optimization.accuracy_budget,
         "data": optimization.data_text,
+        "member": optimization.member,
         "chosen": "" if optimization.chosen is None else str(optimization.chosen),
         "version": wording.place(optimization),
         "run": run,

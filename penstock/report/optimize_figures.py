@@ -30,6 +30,15 @@ PHASE_COLOURS = {
     "postprocess": "#8c6a9e",
 }
 OTHER_PHASES = ("#8a56c4", "#b8479c", "#5a6fd0")
+# Of each member of an ensemble: its queue and its compute.
+MEMBER_COLOURS = (
+    ("#f0cfa3", "#e0a458"),
+    ("#a5d6cf", "#2a9d8f"),
+    ("#cbb3e6", "#8a56c4"),
+    ("#e3b3d5", "#b8479c"),
+    ("#b6bdeb", "#5a6fd0"),
+    ("#d4bfa8", "#b08968"),
+)
 # Bars above this multiple of the limit, or of the median without one, are cut off.
 CUT = 4.0
 # Characters per line of a hover text.
@@ -57,6 +66,8 @@ def plots_of(optimization: Optimization) -> dict[str, Plot | None]:
         ttft, tpot = "time to the first token, ms", "time per token after it, ms"
         found["ttft_curves"] = _stream_curves(optimization, "ttft", ttft)
         found["tpot_curves"] = _stream_curves(optimization, "tpot", tpot)
+    if optimization.member:
+        found["members"] = _members(optimization)
     return found
 
 
@@ -359,6 +370,25 @@ def _curve_series(
     dash, radii = "" if is_tail else "2 3", (4.0 if is_tail else 3.0,)
     y = [each * 1e3 for each in seconds]
     return Series(name, x, y, colour, texts, dash=dash, radii=radii)
+
+
+def _members(optimization: Optimization) -> Plot | None:
+    """Plot the time of a request in each member of an ensemble, before and after."""
+    known: list[tuple[str, dict[str, float]]] = []
+    colours: dict[str, str] = {}
+    for side, run, _ in _sides(optimization):
+        parts: dict[str, float] = {}
+        for number, (name, member) in enumerate(run.members.items()):
+            pair = MEMBER_COLOURS[number % len(MEMBER_COLOURS)]
+            labels = f"{name}: queue", f"{name}: compute"
+            parts |= zip(labels, (member.queue_s, member.compute_s), strict=True)
+            colours |= zip(labels, pair, strict=True)
+        if parts:
+            known.append((side, parts))
+    if not known:
+        return None
+    bars, unit, totals = bench_figures.phase_bars(known, colours, is_horizontal=True)
+    return plots.row_plot(totals, bars, unit, 80.0 + 60.0 * len(known))
 
 
 def _phases(optimization: Optimization) -> Plot | None:

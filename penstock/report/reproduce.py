@@ -110,6 +110,9 @@ def _folder(optimization: Optimization) -> str:
     if optimization.version and optimization.out:
         return optimization.out
     steps = () if optimization.chosen is None else optimization.chosen.steps
+    if optimization.member:
+        # The ensemble around the build.
+        return f"{optimization.work}/ensembles/{Candidate(steps).key}"
     return f"{REBUILT}/{len(steps)}"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from penstock.config import LLM, LoadPermissions
-from penstock.errors import InvalidRequest, NotAllowed
+from penstock.errors import BackendFailed, InvalidRequest, NotAllowed
 from penstock.repository import layout, pbtxt
 from penstock.repository.manifest import NAME as MANIFEST
 from penstock.repository.parameters import FOLLOW_LINKS
@@ -69,7 +69,8 @@ def parse(
     allowed: LoadPermissions,
 ) -> LoadRequest:
     """Check the parameters of a load. `files` are those whose value is a file's content.
-    InvalidRequest if they are malformed, NotAllowed if the operator has not allowed them."""
+    InvalidRequest if they are malformed, NotAllowed if the operator has not allowed them,
+    BackendFailed if no file system could store them."""
     _check_kinds(parameters, files)
     given = parameters.get(CONFIG)
     if given is None:
@@ -98,10 +99,19 @@ def _check_kinds(parameters: Mapping[str, Parameter], files: Mapping[str, Buffer
     for name in files:
         if not name.startswith(FILE):
             raise InvalidRequest(f"parameter '{name}': expected text, not the bytes of a file")
+        _check_length(name)
     if files and CONFIG not in parameters:
         raise InvalidRequest(
             f"'{FILE}' parameters need '{CONFIG}', the configuration of the model in these files"
         )
+
+
+def _check_length(name: str) -> None:
+    """Triton calls a name that no file system takes a failure of its own, and clients compare the
+    status and the first words."""
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in name.removeprefix(FILE).split("/")):
+        limit = f"part of its path has more than {MAX_NAME_BYTES} bytes"
+        raise BackendFailed(f"failed to poll from model repository: '{name[:40]}...': {limit}")
 
 
 def _path(name: str) -> PurePosixPath:
@@ -115,7 +125,7 @@ def _path(name: str) -> PurePosixPath:
         problem = "no file is named"
     elif len(parts) > MAX_PARTS:
         problem = f"more than {MAX_PARTS} folders"
-    elif wrong := [part for part in parts[1:] if not _is_name(part)]:
+    elif wrong := [part for part in parts[1:] if PART.fullmatch(part) is None]:
         problem = f"'{wrong[0]}' is not allowed in a path"
     elif len(parts) == 2 and parts[1] in OWN_FILES:
         problem = f"'{parts[1]}' cannot be sent; '{CONFIG}' is the configuration"
@@ -125,10 +135,6 @@ def _path(name: str) -> PurePosixPath:
             f"'{FILE}1/model.onnx'"
         )
     return PurePosixPath(text)
-
-
-def _is_name(part: str) -> bool:
-    return PART.fullmatch(part) is not None and len(part.encode()) <= MAX_NAME_BYTES
 
 
 def _check_folders(found: Mapping[PurePosixPath, Buffer]) -> None:

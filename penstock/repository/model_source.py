@@ -22,7 +22,14 @@ import msgspec
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequest, NotFound
-from penstock.repository import layout, pbtxt, pretrained, python_file, torchscript_file
+from penstock.repository import (
+    layout,
+    pbtxt,
+    pbtxt_ensemble,
+    pretrained,
+    python_file,
+    torchscript_file,
+)
 from penstock.repository.layout import ModelKind, RepositoryScan
 from penstock.repository.pbtxt_fields import Proto
 
@@ -221,6 +228,21 @@ def is_language_model(model: str) -> bool:
             newest = layout.version_folders(source.path)[-1:]
             return any(_generates(source.path / name) for name in newest)
     return False
+
+
+def is_ensemble(model: str) -> bool:
+    """Return whether it is an ensemble, or a version of one, in a repository."""
+    try:
+        source = resolve(model)
+        if source.kind not in (ModelKind.MODEL_FOLDER, ModelKind.VERSION_FOLDER):
+            return False
+        folder, version = source.path, ""
+        if source.kind is ModelKind.VERSION_FOLDER:
+            folder, version = folder.parent, folder.name
+        own = version if version and layout.has_own_config(folder, version) else ""
+        return pbtxt_ensemble.is_ensemble(layout.read_message(folder, own))
+    except ConfigError:
+        return False
 
 
 def _generates(folder: Path) -> bool:

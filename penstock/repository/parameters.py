@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -51,6 +51,7 @@ IMAGE_SETTINGS = "penstock.image"
 POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
 MAX_TOKENS, MAX_WAIT = "penstock.max_tokens", "penstock.max_wait_ms"
 MIN_COUNT, MAX_COUNT = "penstock.min_instances", "penstock.max_instances"
+ON_DEMAND = "penstock.on_demand"
 # Whether links among a language model's files may lead out of its folder.
 FOLLOW_LINKS = "penstock.follow_links"
 MAX_BUCKETS = 64
@@ -133,6 +134,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "penstock.streams": tuple(map(str, range(1, MAX_STREAMS + 1))),
     "penstock.nvtx": ("on", "off"),
     GPU_ENGINE: GPU_ENGINES,
+    ON_DEMAND: ("true", "keep", "false"),
 }
 _OF_PYTORCH = (
     "factory compile dtype keep_fp32 memory_format fuse cuda_graphs pack fp8 fp8_keep weights"
@@ -166,6 +168,7 @@ PARAMETERS = (
     _scaling("scale_down_s", 1e9),
     _scaling("scale_to_zero_s", 1e9),
     _scaling("cold_start_s", 1e9),
+    *_texts("", "operate-on-demand.md", "on_demand"),
     *_texts("", "batching.md", "slo env pad pad_buckets"),
     *_texts("", "backends.md", "preprocess model_inputs image postprocess model_outputs"),
     *_texts("", "operate-recording.md", "record record_share record_redact"),
@@ -272,10 +275,8 @@ def write(config: ModelConfig) -> dict[str, str]:
         read = attrgetter(parameter.field)
         if (value := read(config)) != read(_DEFAULTS):
             values[parameter.key] = parameter.format(value)
-    if config.slo:
-        values[SLO] = config.slo
-    if config.env:
-        values[ENV] = ", ".join(config.env)
+    texts = {SLO: config.slo, ON_DEMAND: config.scaling.on_demand, ENV: ", ".join(config.env)}
+    values |= {key: text for key, text in texts.items() if text}
     if config.record is not None:
         values |= record_settings.write(config.record)
     if config.preprocess is not None:
@@ -348,6 +349,12 @@ class ParameterReader:
         """Return the SLO, SLO_OFF if it is given empty; empty without one."""
         promised = self._given.get(SLO)
         return "" if promised is None else promised.strip() or SLO_OFF
+
+    def on_demand(self) -> Literal["", "true", "keep", "false"]:
+        match self._given.get(ON_DEMAND, ""):
+            case "true" | "keep" | "false" as wanted:
+                return wanted
+        return ""
 
     def slo_latency_s(self) -> float | None:
         if (promised := self.slo()) in ("", SLO_OFF):
@@ -484,6 +491,8 @@ def scaling_problem(config: ModelConfig) -> tuple[str, str] | None:
     """Return what is wrong with the limits of the number of instances, as key and text. `config`
     has its devices; those that mean each GPU are checked again when they are known."""
     least, most = config.scaling.min_instances, config.scaling.max_instances
+    if config.scaling.is_on_demand and (problem := on_demand_problem(config)):
+        return ON_DEMAND, problem
     if least is None and most is None:
         return None
     if config.backend == LLM:
@@ -502,6 +511,17 @@ def scaling_problem(config: ModelConfig) -> tuple[str, str] | None:
         key = MIN_COUNT if count < config.min_instances else MAX_COUNT
         return key, f"instance_group has {count} instances; {expected}"
     return None
+
+
+def on_demand_problem(config: ModelConfig) -> str:
+    """Return why requests cannot load a model; empty if they can."""
+    if config.backend == LLM:
+        return "a language model's engine takes its KV cache when the server starts"
+    if config.is_ensemble:
+        return "an ensemble has no memory of its own; give the parameter to its members"
+    if config.is_staged:
+        return "the built-in preprocessing step has workers of its own, which stay"
+    return ""
 
 
 def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:

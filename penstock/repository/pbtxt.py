@@ -461,6 +461,8 @@ class _Resolver:
             written=to_text(message),
         )
         config = parameters.with_numbers(config, numbers)
+        if problem := parameters.on_demand_problem(config) if reader.on_demand() else "":
+            self._problem(f"parameters.{parameters.ON_DEMAND}", problem)
         problems = self._problems or ensemble_rules.graph_problems(config)
         if problems:
             raise ConfigError(problems)
@@ -516,6 +518,7 @@ class _Resolver:
             record=reader.record((*inputs, *outputs)),
         )
         config = self._with_labels(parameters.with_numbers(config, numbers))
+        config = replace(config, scaling=replace(config.scaling, on_demand=reader.on_demand()))
         # A stage tells how long rows are before the model's own queue.
         is_known = preprocess is None or preprocess.function in STAGES
         if problem := parameters.tokens_problem(config.batching, padding, is_sent=is_known):
@@ -642,7 +645,7 @@ class _Resolver:
         if not names:
             return ""
         groups = self._message.instance_group or [_types().ModelInstanceGroup()]
-        placed = [device for group in groups for device in _devices(group, backend)]
+        placed = [device for group in groups for device in _places(group, backend)]
         try:
             return pbtxt_placement.file_for_gpus(names, placed)
         except ConfigError as error:
@@ -652,7 +655,7 @@ class _Resolver:
     def _host_policies(self, backend: str) -> dict[str, str]:
         groups = pbtxt_placement.active(self._message.instance_group)
         try:
-            return pbtxt_placement.host_policies(groups, lambda each: _devices(each, backend))
+            return pbtxt_placement.host_policies(groups, lambda each: _places(each, backend))
         except ConfigError as error:
             self._problem("instance_group.host_policy", error.problems[0])
             return {}
@@ -1019,16 +1022,20 @@ def may_use_gpu(backend: str) -> bool:
 
 
 def _devices(group: Proto, backend: str) -> list[str]:
-    """Return the device of each instance of a group. Without a kind they run on GPUs, if the
-    backend supports them and there are any."""
-    count = max(1, int(group.count))
+    """Return the device of each instance of a group."""
+    return _places(group, backend) * max(1, int(group.count))
+
+
+def _places(group: Proto, backend: str) -> list[str]:
+    """Return the devices of a group, each of which gets its count of instances. Without a kind they
+    are GPUs, if the backend supports them and there are any."""
     if group.gpus:
-        return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus] * count
+        return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus]
     is_auto = group.kind == group.KIND_AUTO and may_use_gpu(backend)
     is_gpu = group.kind == group.KIND_GPU or (is_auto and bool(devices.read_gpus()))
     # An engine takes all free memory: one per GPU only if the kind is given.
     where = f"{EACH_GPU}:0" if backend == LLM and not group.kind else EACH_GPU
-    return [where if is_gpu else CPU] * count
+    return [where if is_gpu else CPU]
 
 
 def _group_problems(group: Proto, backend: str) -> list[tuple[str, str]]:

@@ -237,7 +237,7 @@ def conflicts(config: ModelConfig, *, is_cached: bool) -> list[tuple[str, str]]:
         found.append((PATH, "not with allow_ragged_batch, batch_input or batch_output"))
     if config.batching.slo_latency_s is not None or config.batching.max_tokens is not None:
         found.append((PATH, "not with penstock.slo or penstock.max_batch_tokens"))
-    if config.is_scaled or config.min_instances == 0:
+    if config.min_instances < max(1, config.max_instances):
         why = "sequences stay with their instance, so the number of instances cannot follow load"
         found.append(("parameters.penstock.min_instances", why))
     if is_cached:

@@ -59,7 +59,8 @@ class Increments:
 
 class ArrivalRates:
     def __init__(self, now: float) -> None:
-        self._looked_at = self._arrived_at = now
+        # When the last arrivals were counted.
+        self._looked_at = self.arrived_at = now
         self._totals = Increments()
         self.forget = self._totals.forget
         self._new = 0.0
@@ -71,11 +72,11 @@ class ArrivalRates:
         new = self._totals.count(source, total)
         if new > 0:
             self._new += new
-            self._arrived_at = now
+            self.arrived_at = now
 
     def touch(self, now: float) -> None:
         """Count the time without arrivals from now on."""
-        self._arrived_at = now
+        self.arrived_at = now
 
     def look(self, now: float) -> Arrivals:
         """End an interval, and return the rates now."""
@@ -85,7 +86,7 @@ class ArrivalRates:
             self._looked_at, self._new = now, 0.0
         while self._intervals and self._intervals[0][0] <= now - KEPT_S:
             self._intervals.popleft()
-        idle_s = now - self._arrived_at
+        idle_s = now - self.arrived_at
         return Arrivals(self._rate(SHORT_S, now), self._rate(LONG_S, now), self._spread(), idle_s)
 
     def _rate(self, window_s: float, now: float) -> float:

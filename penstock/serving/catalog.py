@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.config import ModelConfig
@@ -20,8 +20,9 @@ from penstock.processes.life import ProcessLife
 from penstock.repository.ensemble_files import needed_models, take_out_cycles
 from penstock.repository.layout import RepositoryScan
 from penstock.serving.context import log_about
-from penstock.serving.fleet import Fleet, GpuReservations
+from penstock.serving.fleet import Arrangement, Fleet, GpuReservations
 from penstock.serving.metrics import ModelMetrics
+from penstock.serving.model_memory import ModelMemory
 from penstock.serving.model_table import LoadFailure, ModelTable
 from penstock.serving.owned_model import OwnedModel
 from penstock.serving.pipeline import StagePipeline
@@ -55,8 +56,11 @@ class Catalog(ModelTable):
         self.shards = shards
         if shards is not None:
             shards.table = self._published
-        self._reservations = reservations = GpuReservations(fleet or Fleet())
-        self._loader = VersionLoader(self, start_life, makers or {}, shards, reservations.find_room)
+        fleet = fleet or Fleet()
+        self._reservations = reservations = GpuReservations(fleet)
+        self.memory = memory = ModelMemory(reservations.find_room, fleet.memory_of)
+        find_room = reservations.find_room
+        self._loader = VersionLoader(self, start_life, makers or {}, shards, find_room, memory)
         # When the latest load of each model began, in ns, by the clock that stamps files.
         self.load_began_ns: dict[str, int] = {}
         # Models that are loaded only because an ensemble runs them.
@@ -74,21 +78,23 @@ class Catalog(ModelTable):
         self._awaited.update(config.name for config in found.configs)
         self._publish_soon()
 
-    async def load(self, found: RepositoryScan) -> None:
-        """Load or replace all models found; a failure of one does not affect the others."""
+    async def load(self, found: RepositoryScan, at_once: Collection[str] = ()) -> None:
+        """Load or replace all models found; a failure of one does not affect the others. Those that
+        are loaded on demand get no worker yet, unless they are replaced while they have one, or
+        their names are in `at_once`."""
         self.announce(found)
         self.loaded_along.difference_update(found.folders)
         self.loaded_along |= found.members
         now_ns = time.time_ns()
         self.load_began_ns.update((config.name, now_ns) for config in found.configs)
         try:
-            await self._load(found)
+            await self._load(found, at_once)
         finally:
             self._awaited.difference_update(config.name for config in found.configs)
             await self._publish()
 
-    async def _load(self, found: RepositoryScan) -> None:
-        arranged = await self._reservations.arrange(found.configs)
+    async def _load(self, found: RepositoryScan, at_once: Collection[str]) -> None:
+        arranged = await self._arrange(found.configs)
         for name, problems in (found.problems | arranged.problems).items():
             self._fail(name, tuple(problems))
         by_name: dict[str, list[ModelConfig]] = {}
@@ -104,7 +110,8 @@ class Catalog(ModelTable):
             try:
                 for other in needed[name]:
                     await loaded[other].wait()
-                await self._replace(name, by_name[name], arranged.shares)
+                is_lazy = name not in at_once
+                await self._replace(name, by_name[name], arranged.shares, is_lazy=is_lazy)
             finally:
                 loaded[name].set()
 
@@ -114,6 +121,9 @@ class Catalog(ModelTable):
                     group.create_task(replace_one(name))
         finally:
             self._reservations.release(arranged.shares)
+
+    async def _arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
+        return await self._reservations.arrange([self.memory.choose(each) for each in configs])
 
     async def switch(self, found: RepositoryScan, commit: Commit) -> None:
         """Serve the one model found instead of its loaded versions. Once it is ready, `commit` and
@@ -128,7 +138,7 @@ class Catalog(ModelTable):
             await self._publish()
 
     async def _switch(self, name: str, found: RepositoryScan, commit: Commit) -> None:
-        arranged = await self._reservations.arrange(found.configs)
+        arranged = await self._arrange(found.configs)
         try:
             if problems := [*found.problems.get(name, ()), *arranged.problems.get(name, ())]:
                 raise ConfigError(problems)
@@ -170,7 +180,7 @@ class Catalog(ModelTable):
             self.find(name)
             found = self._models[name].get(config.version)
             if found is None:
-                arranged = await self._reservations.arrange([config])
+                arranged = await self._arrange([config])
                 try:
                     if arranged.problems:
                         raise ConfigError(arranged.problems[name])
@@ -257,6 +267,7 @@ class Catalog(ModelTable):
 
     async def close(self) -> None:
         await asyncio.gather(*(self._loader.end(model) for model in self), *self._leaving)
+        self.memory.stop()
         self._is_closed = True
         for held in (self.splits, self.rules, self._candidates):
             held.clear()
@@ -266,14 +277,14 @@ class Catalog(ModelTable):
         await asyncio.to_thread(self.recorders.close)
 
     async def _replace(
-        self, name: str, configs: Sequence[ModelConfig], promised: list[Share]
+        self, name: str, configs: Sequence[ModelConfig], promised: list[Share], *, is_lazy: bool
     ) -> None:
         async with self._changing[name]:
             try:
                 if await self._change_instances(name, configs):
                     self._failures.pop(name, None)
                     return
-                started = await self._start_all(name, configs, promised)
+                started = await self._start_all(name, configs, promised, is_lazy=is_lazy)
             except ConfigError as error:
                 self._fail(name, error.problems)
                 return
@@ -289,7 +300,12 @@ class Catalog(ModelTable):
         return model is not None and await self._loader.change_instances(model, configs[0])
 
     async def _start_all(
-        self, name: str, configs: Sequence[ModelConfig], promised: list[Share]
+        self,
+        name: str,
+        configs: Sequence[ModelConfig],
+        promised: list[Share],
+        *,
+        is_lazy: bool = False,
     ) -> list[Served]:
         """Start versions beside those that are loaded; all of them or none."""
         started: list[Served] = []
@@ -297,7 +313,8 @@ class Catalog(ModelTable):
         count = max(map(_num_scaled, self._models.get(name, {}).values()), default=None)
         try:
             for config in configs:
-                started.append(await self._loader.start(config, count))
+                is_awaited = is_lazy and not count
+                started.append(await self._loader.start(config, count, is_lazy=is_awaited))
                 self._reservations.settle(promised, name, config.version)
         except BaseException:
             self._reservations.settle(promised, name)

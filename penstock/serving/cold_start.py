@@ -33,6 +33,15 @@ class ColdRequests:
         # When a request first had to wait, and when the core was last asked; None: not yet.
         self._since: float | None = None
         self._asked_at: float | None = None
+        # Why no instance is ready yet, if the core has said so.
+        self.reason = ""
+        # Why none can be started, and until when requests are refused for it.
+        self._problem, self._refuse_until = "", 0.0
+
+    @property
+    def refuses(self) -> bool:
+        """Whether requests are refused because no instance could be started."""
+        return bool(self._problem) and self._clock() < self._refuse_until
 
     def begin(self, load_s: float) -> None:
         """Hear that the last instance is being stopped."""
@@ -47,12 +56,17 @@ class ColdRequests:
     def end(self) -> None:
         """Hear that an instance is ready."""
         self.is_cold = False
+        self.reason = self._problem = ""
         if self._since is not None:
             self._since = None
             self._queue.batcher.end_cold_start(self._clock())
 
     def check(self) -> None:
-        """Prepare for a request that has to wait; NotReady if loading takes longer than it may."""
+        """Prepare for a request that has to wait; NotReady if loading has just failed, or takes
+        longer than it may."""
+        if self.refuses:
+            raise self._refusal()
+        self._problem = ""
         if self._load_s <= self._budget_s:
             self._hold()
             return
@@ -63,6 +77,17 @@ class ColdRequests:
             f"requests wait for {self._budget_s:g} s (penstock.cold_start_s)",
             retry_after_s=max(1.0, self._load_s - waited_s),
         )
+
+    def refuse(self, problem: str, refuse_s: float) -> None:
+        """Hear that no instance can be started: refuse what waits, and what comes soon."""
+        self._problem, self._refuse_until = problem, self._clock() + refuse_s
+        self._queue.refuse_all(self._refusal())
+        self._since = self._asked_at = None
+
+    def _refusal(self) -> NotReady:
+        left_s = max(1.0, self._refuse_until - self._clock())
+        text = f"model '{self._name}' cannot be loaded now: {self._problem}"
+        return NotReady(text, retry_after_s=left_s)
 
     def wake(self) -> None:
         """Ask the core for an instance."""
@@ -78,7 +103,9 @@ class ColdRequests:
         if self.is_cold and self._queue.num_waiting:
             self.wake()
             late = f"no instance of model '{self._name}' was ready in {self._budget_s:g} s"
-            error = NotReady(f"{late} (penstock.cold_start_s)", retry_after_s=self._load_s)
+            why = f": {self.reason}" if self.reason else ""
+            text = f"{late} (penstock.cold_start_s){why}"
+            error = NotReady(text, retry_after_s=max(1.0, self._load_s))
             self._queue.refuse_older(self._clock() - self._budget_s, error)
 
     def _hold(self) -> None:

@@ -20,6 +20,7 @@ from penstock.errors import (
     ConfigError,
     InvalidRequest,
     NotAllowed,
+    NotFound,
     PenstockError,
     StorageFull,
 )
@@ -80,9 +81,15 @@ class Control:
         """Load or replace a model. If this call is cancelled, nothing changes. Parameters replace
         the configuration in the repository, or also all files, until the next load."""
         self.check_explicit()
-        request = load_request.parse(parameters or {}, files or {}, self.allowed)
+        try:
+            request = load_request.parse(parameters or {}, files or {}, self.allowed)
+        except InvalidRequest as error:
+            raise _refuse(name, [str(error)]) from None
         if request.config is None:
-            await self.reload(name)
+            try:
+                await self.reload(name, at_once=True)
+            except NotFound as error:
+                raise NotFound(f"failed to load '{name}': {error}") from None
             return
         what = request.describe()
         log.info("%s is loaded with %s from a client", name, what, extra={"model": name})
@@ -90,9 +97,8 @@ class Control:
             if request.files:
                 await self._load_sent(name, request)
             else:
-                await self._load_found(
-                    name, await asyncio.to_thread(self._read_with, name, request.config)
-                )
+                found = await asyncio.to_thread(self._read_with, name, request.config)
+                await self._load_found(name, found, at_once=True)
 
     async def _load_sent(self, name: str, request: LoadRequest) -> None:
         """Load a model from the files of the request alone."""
@@ -110,7 +116,7 @@ class Control:
             raise
         try:
             found = await asyncio.to_thread(layout.read_one, repository, name)
-            await self._load_found(name, found)
+            await self._load_found(name, found, at_once=True)
         finally:
             there = (Path(model.config.artifact) for model in self._catalog)
             if not any(path.is_relative_to(repository) for path in there):
@@ -131,19 +137,23 @@ class Control:
             load_request.check_settings(config, own)
         return self._check(self.sources.read_one(name, override=config))
 
-    async def _load_found(self, name: str, found: layout.RepositoryScan) -> None:
+    async def _load_found(
+        self, name: str, found: layout.RepositoryScan, *, at_once: bool = False
+    ) -> None:
         if any(config.is_ensemble for config in found.configs):
             loaded = {(each.config.name, each.config.version) for each in self._catalog}
             await asyncio.to_thread(self._add_members, found, loaded)
-        await self._catalog.load(found)
+        await self._catalog.load(found, [name] if at_once else ())
         failure = self._catalog.failure(name)
         if failure is not None:
             raise _refuse(name, failure.problems)
 
-    async def reload(self, name: str) -> None:
-        """Load or replace a model in any mode; if it cannot be loaded, the old one stays."""
+    async def reload(self, name: str, *, at_once: bool = False) -> None:
+        """Load or replace a model in any mode; if it cannot be loaded, the old one stays.
+        `at_once`: also if it is loaded on demand."""
         async with self._lock(name):
-            await self._load_found(name, await asyncio.to_thread(self._read, name))
+            found = await asyncio.to_thread(self._read, name)
+            await self._load_found(name, found, at_once=at_once)
 
     async def switch(self, name: str, version: str, commit: Commit) -> None:
         """Serve this version of a model instead of those that are served. It is loaded beside them;
@@ -219,8 +229,8 @@ class Control:
             )
         if not self.is_explicit:
             raise NotAllowed(
-                "explicit model load / unload is not allowed: "
-                "start the server with --model-control-mode explicit"
+                "explicit model load / unload is not allowed if polling is enabled, or without a "
+                "control mode: start the server with --model-control-mode explicit"
             )
 
 

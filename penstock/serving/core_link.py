@@ -23,6 +23,14 @@ from penstock.wire import frames
 class ModelPart(Protocol):
     """A shard's part of a model, as the core calls it."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no requests and no sequences; of another process, the page says more."""
+
+    @property
+    def last_answered(self) -> float:
+        """When a worker last answered it; of another process, the page says more."""
+
     def open_model(self, proved: frames.ModelProved) -> None:
         """Accept requests from now on."""
 

@@ -177,6 +177,13 @@ class StepProgress:
         steps = enumerate(self._plan.steps)
         return self._settle(i for i, step in steps if step is not None and not self._awaited[i])
 
+    def missing(self, index: int, made: Mapping[str, TensorValue]) -> str:
+        """Name a tensor that a step should have made and did not; empty if there is none."""
+        step = self._plan.steps[index]
+        assert step is not None
+        needed = (name for name in step.makes if name not in self._resolved)
+        return next((name for name in needed if name not in made), "")
+
     def finish(self, index: int, made: Mapping[str, TensorValue]) -> list[int]:
         """Take the tensors of a step, and return the steps that are ready now."""
         step = self._plan.steps[index]

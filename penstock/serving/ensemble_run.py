@@ -157,6 +157,9 @@ class EnsembleRun:
             for each in outputs
             if each.name in names
         }
+        if missing := self._progress.missing(index, made):
+            self._fail(index, BackendFailed(f"gives no tensor '{missing}' to the ensemble"))
+            return
         ready = self._progress.finish(index, made)
         if self._progress.is_over:
             is_whole = all(name in made for name in self._plan.outputs)

@@ -19,7 +19,19 @@ import numpy as np
 from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
 from penstock.backends.heads import Headed
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error, error_text
+from penstock.errors import (
+    AlreadyExists,
+    BackendFailed,
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    PenstockError,
+    UnknownFailure,
+    Unsupported,
+    describe_error,
+    error_text,
+)
 from penstock.serving.held_rows import HeldBatch, find, private
 from penstock.serving.shard_link import ShardLink, ShardMemory
 from penstock.serving.worker_regions import WorkerRegions
@@ -27,6 +39,16 @@ from penstock.serving.worker_spill import Spilled, Values, split
 from penstock.types import DATATYPES, Array, TensorSpec, from_array, shape_fits
 from penstock.wire import frames
 
+# Classes that a model may answer with beside BackendFailed.
+CHOSEN_ERRORS = (
+    AlreadyExists,
+    Cancelled,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    UnknownFailure,
+    Unsupported,
+)
 # Limit on the text of one error, to fit a frame.
 MAX_ERROR_CHARS = 4096
 log = logging.getLogger("penstock.worker")
@@ -75,6 +97,7 @@ class Stored(NamedTuple):
     outputs: Spilled = ()
     errors: dict[int, str] = {}
     invalid: tuple[int, ...] = ()
+    kinds: dict[int, str] = {}
 
 
 ALL_IN_ROWS = Stored()
@@ -143,7 +166,9 @@ class BatchExecutor:
                 continue
             times = input_s, infer_s, output_s
             totals = num_rows, num_tokens
-            found.append(frames.Done(part.frame.batch, *times, *each, *totals, is_first))
+            kept = each.outputs, each.errors, each.invalid
+            counts = *totals, is_first
+            found.append(frames.Done(part.frame.batch, *times, *kept, *counts, each.kinds))
             # A shard that is gone counts nothing.
             is_first = is_first and part.link.is_gone
         return found
@@ -390,6 +415,7 @@ class BatchExecutor:
         errors: dict[int, str] = {}
         # Requests that cannot be run, through their clients' fault.
         invalid: list[int] = []
+        kinds: dict[int, str] = {}
         in_spill: list[Values] = []
         held: list[dict[str, Array]] = []
         in_regions: list[tuple[frames.Extent, ...]] = []
@@ -419,6 +445,8 @@ class BatchExecutor:
                 errors[index] = explain_error(error)
                 if isinstance(error, InvalidRequest):
                     invalid.append(index)
+                elif kind := kind_of(error):
+                    kinds[index] = kind
                 in_spill.append(())
                 in_regions.append(())
                 held.append({})
@@ -428,7 +456,7 @@ class BatchExecutor:
         if any(in_regions):
             pairs_of = zip(spilled or [()] * len(in_regions), in_regions, strict=True)
             spilled = tuple((*some, *others) for some, others in pairs_of)
-        return Stored(spilled, errors, tuple(invalid))
+        return Stored(spilled, errors, tuple(invalid), kinds)
 
     def _write_regions(self, request: frames.RequestPart, outputs: Outputs) -> list[frames.Extent]:
         """Write the outputs that belong in clients' memory."""
@@ -468,6 +496,11 @@ def checked_type(spec: TensorSpec, values: Array, has_batch: bool) -> Array:
 def _of_type(spec: TensorSpec, values: Array) -> Array:
     dtype = DATATYPES[spec.datatype].numpy
     if values.dtype != dtype and (spec.datatype != "BYTES" or values.dtype.kind not in "SU"):
+        if values.dtype == np.int64 and dtype.kind == "i":
+            # What numpy makes of Python's integers. Triton passes it on with its own datatype.
+            narrow = values.astype(dtype)
+            if np.array_equal(narrow, values):
+                return narrow
         text = f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
         raise BackendFailed(text)
     return values
@@ -494,6 +527,11 @@ def _rows(frame: frames.Dispatch) -> Iterator[Sequence[frames.RowRange]]:
         yield (frames.RowRange(slab, row, part.num_rows),)
         row += part.num_rows
         left -= part.num_rows
+
+
+def kind_of(error: BaseException) -> str:
+    """Name the class of an error that a model may answer with; empty: it failed."""
+    return next((each.__name__ for each in type(error).__mro__ if each in CHOSEN_ERRORS), "")
 
 
 def explain_error(error: BaseException) -> str:

@@ -27,6 +27,7 @@ from penstock.serving.placement import GpuPlan, Need, Share, make_plan, place, s
 from penstock.system import devices
 from penstock.system.devices import Gpu
 from penstock.system.host_policy import HostPolicy, cores_of
+from penstock.system.memory import read_memory
 
 # GPU memory of one model beyond its weights: the driver's context with its kernels, and activations
 # with the libraries' workspaces. Deliberately low: refusing a model that would fit is worse than
@@ -66,6 +67,14 @@ class Fleet:
         self._read = read
         self._policies = policies or {}
 
+    def memory_of(self, device: str) -> int:
+        """Return the memory of a GPU, or of this machine for the CPU; 0 if it is unknown. Queries
+        the driver: not for the event loop."""
+        if device == CPU:
+            return read_memory().total
+        gpus = (self._read or devices.read_gpus)()
+        return next((gpu.total_bytes for gpu in gpus if gpu.device == device), 0)
+
     def pin(self, config: ModelConfig) -> ModelConfig:
         """Give each device of a model the host policy that its instance group names, or that has
         the device's name in Triton: cpu, gpu_0."""
@@ -101,7 +110,9 @@ class Fleet:
             except ConfigError as error:
                 found.problems[name] = list(error.problems)
                 continue
-            shares = [share for config in placed for share in shares_of(config)]
+            # What is loaded on demand gets its memory then.
+            at_once = [config for config in placed if not config.scaling.is_on_demand]
+            shares = [share for config in at_once for share in shares_of(config)]
             wanted += shares
             there = {share.device for share in shares}
             asked = [gpu for gpu in gpus if gpu.device in there]

@@ -23,10 +23,8 @@ from penstock.serving.response_cache import AnswerCache
 from penstock.serving.served import ModelProcess
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire import frames
-from penstock.wire.statuses import STATUSES
+from penstock.wire.statuses import KINDS
 
-# Errors that the core may answer with.
-KINDS = {kind.__name__: kind for kind in STATUSES}
 IN_CORE = "in core"
 # What this end says.
 Handing = frames.HandOver | frames.TakeBack

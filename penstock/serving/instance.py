@@ -41,6 +41,8 @@ class Instance:
     is_spare: bool = False
     # It has a worker, or should have one; a model that is scaled has more places than it uses.
     is_wanted: bool = True
+    # Memory is being sought for its worker, which is started then.
+    waits_for_room: bool = False
     # Why the current worker could not load.
     load_error: str = ""
 
@@ -55,7 +57,7 @@ class Instance:
 
     @property
     def needs_worker(self) -> bool:
-        return self.is_wanted and self.child is None
+        return self.is_wanted and self.child is None and not self.waits_for_room
 
     @property
     def start_s(self) -> float:

@@ -19,11 +19,12 @@ REASON = "instance_group has changed"
 
 def changes_instances_only(old: ModelConfig, new: ModelConfig) -> bool:
     """Whether two configurations of a model differ in the number of its instances and nothing else.
-    On GPUs, instances share a worker that has a fixed number; and the rate limiter knows the
-    instances that a model had at its start."""
+    On GPUs, instances share a worker that has a fixed number; the rate limiter knows the
+    instances that a model had at its start; and what is loaded on demand may have none."""
     if old.num_instances == new.num_instances or old.with_instances_of(new) != new:
         return False
-    return not (old.uses_gpu or new.uses_gpu or old.rate_limits)
+    is_planned = old.uses_gpu or new.uses_gpu or old.scaling.is_on_demand
+    return not (is_planned or old.rate_limits)
 
 
 class InstanceChange:

@@ -110,7 +110,10 @@ class ManagementApi:
         self.regions = RegionRegistry(catalog.regions, catalog.shards)
         self.traces = Traces(catalog.tracer, catalog.shards)
         # Each makes further families of a scrape; parts that this one does not know add theirs.
-        self.families: list[Callable[[], Iterable[ScrapeLines]]] = [self.traces.families]
+        self.families: list[Callable[[], Iterable[ScrapeLines]]] = [
+            self.traces.families,
+            catalog.memory.families,
+        ]
         # Returns how many shards there are, and why.
         self.describe_shards: Callable[[], str] = lambda: ""
         self._answers: dict[str, Answer] = {name: getattr(self, name) for name in ACTIONS} | {

@@ -142,7 +142,8 @@ class Model:
 
     @property
     def reason(self) -> str:
-        return self.readiness.reason
+        unloaded = "" if self.host is None else self.host.demand.reason
+        return self.readiness.reason or unloaded
 
     @property
     def processes(self) -> Sequence[ModelProcess]:

@@ -19,6 +19,7 @@ from penstock.processes.channel import socket_pair
 from penstock.processes.child import StartLife
 from penstock.serving.context import log_about
 from penstock.serving.core_link import ModelPart
+from penstock.serving.demand_loading import DemandLoading
 from penstock.serving.drift_watch import DriftWatch
 from penstock.serving.instance import Instance
 from penstock.serving.instance_change import REASON, InstanceChange
@@ -86,6 +87,11 @@ class ModelHost:
         self.instances: Sequence[Instance] = self.supervisor.instances
         self._parts: dict[int, ModelPart] = {}
         self.scaler = InstanceScaler(config, self.supervisor, clock, self._parts)
+        self.demand = DemandLoading(self.scaler, self._parts, clock)
+        if block is not None:
+            page, number, slots = block.blocks.page, block.number, self._slots
+            self.demand.is_unused = lambda: page.is_unused(number, slots[-1].stop)
+            self.demand.last_started = lambda: page.last_started(number, slots[-1].stop)
         # A change of the number of instances in progress.
         self._change: InstanceChange | None = None
         self._quarantine = Quarantine()
@@ -111,8 +117,10 @@ class ModelHost:
     @property
     def is_ready(self) -> bool:
         """Whether a worker can run a batch, or is started when a request comes."""
+        if self.state != "READY":
+            return False
         has_worker = any(each.is_ready for each in self.instances)
-        return self.state == "READY" and (has_worker or self.scaler.is_cold)
+        return has_worker or (self.scaler.is_cold and not self.scaler.refuses)
 
     @property
     def shown_state(self) -> str:
@@ -151,6 +159,11 @@ class ModelHost:
         """Start the workers and wait until all are warm. ConfigError if the model cannot load."""
         self._load_began = self._clock()
         self.supervisor.start(self)
+        if self.demand.is_lazy:
+            # Requests wait for the first worker.
+            self._finish_load(frames.ModelProved())
+        elif self.demand.is_used:
+            self.scaler.wake("it is loaded")
         await self._first_ready
         if self._load_problems:
             raise ConfigError(self._load_problems)
@@ -193,6 +206,11 @@ class ModelHost:
     def instance_ready(self, instance: Instance) -> None:
         assert instance.ready is not None
         self.scaler.ready(instance)
+        if self._proved is not None and self.supervisor.proof is None:
+            self._metrics.load_s = instance.start_s
+            proved = self._prove([instance.ready])
+            for part in self._parts.values():
+                part.open_model(proved)
         if self._proved is not None:
             for shard, part in self._parts.items():
                 self._set_worker(shard, part, instance)
@@ -202,7 +220,9 @@ class ModelHost:
             return
         wanted = [each for each in self.instances if each.is_wanted]
         if all(each.is_ready for each in wanted) and not self._first_ready.done():
-            self._finish_load([each.ready for each in wanted if each.ready is not None])
+            self._metrics.load_s = self._clock() - self._load_began
+            self._finish_load(self._prove([each.ready for each in wanted if each.ready]))
+            self.scaler.tell_executors()
 
     def instance_leaving(self, instance: Instance) -> None:
         self._let_go(instance)
@@ -214,6 +234,8 @@ class ModelHost:
         self.scaler.settled(instance.index)
         if self._change is not None:
             self._change.died(instance, reason)
+        if self.state == "READY":
+            self.demand.died(instance, reason)
         is_lost = instance.is_wanted and not instance.is_dismissed
         if self.state == "READY" and not instance.is_spare and is_lost:
             self._metrics.num_restarts += 1
@@ -237,6 +259,9 @@ class ModelHost:
             part.died(died)
 
     def load_failed(self, problems: Sequence[str]) -> None:
+        if self.demand.is_lazy and self.state == "READY":
+            # Its death follows, and the next request tries again.
+            return
         self.state = "UNAVAILABLE"
         self.reason = "; ".join(problems)
         for part in self._parts.values():
@@ -256,9 +281,9 @@ class ModelHost:
         self._grant_try()
         self.scaler.leave_vacated()
         is_scaled = self._config.is_scaled and self._change is None
-        if is_scaled and self.state == "READY" and self.scaler.tick():
-            for part in list(self._parts.values()):
-                part.scaled(self.scaler.scaled)
+        is_proved = self.supervisor.proof is not None
+        if is_scaled and is_proved and self.state == "READY" and self.scaler.tick():
+            self.demand.tell_scaled()
 
     def lost(self, shard: int, lost: frames.Lost) -> None:
         """Hear what a shard lost with a worker; judge when all have said so."""
@@ -316,22 +341,30 @@ class ModelHost:
         if instance.is_leaving and knows <= self._left.get(instance.life, set()):
             self.supervisor.let_go(instance)
 
-    def _finish_load(self, ready: Sequence[frames.WorkerReady]) -> None:
-        """Batch and pad as far as every instance proved harmless, and let the shards serve."""
-        self._metrics.load_s = self._clock() - self._load_began
+    def _prove(self, ready: Sequence[frames.WorkerReady]) -> frames.ModelProved:
+        """Return how far these workers, the first ones, proved batching and padding harmless."""
         proof = self.supervisor.proof = agreed([each.proof for each in ready])
-        self._proved = proved = frames.ModelProved(
+        notes = notes_of(self._config, proof)
+        self.notes = (*notes, *self._config.warnings)
+        for note in notes:
+            # Notes of the proof are about what was not checked; that is served as configured.
+            level = logging.INFO if note in proof.notes else logging.WARNING
+            log_about(log, level, self._config, ": %s", note)
+        self._proved = frames.ModelProved(
             proof,
             self._metrics.load_s,
             any(each.needs_requests for each in ready),
             tuple(each.timings for each in ready),
             tuple(each.bucket_timings for each in ready),
         )
-        self._note(proof)
+        return self._proved
+
+    def _finish_load(self, proved: frames.ModelProved) -> None:
+        """Let the shards serve."""
+        self._proved = proved
         self.state = "READY"
         for shard, part in self._parts.items():
             self._introduce(shard, part, proved)
-        self.scaler.tell_executors()
         self._first_ready.set_result(None)
 
     def _introduce(self, shard: int, part: ModelPart, proved: frames.ModelProved) -> None:
@@ -364,20 +397,6 @@ class ModelHost:
                 instance.send(frames.encode(attach), fds)
         except OSError as error:
             self.supervisor.give_up(instance, f"the worker could not be connected ({error})")
-
-    def _note(self, proof: frames.Proof) -> None:
-        config, notes = self._config, list(proof.notes)
-        if proof.unbatched:
-            notes.append(f"served one request at a time: {proof.unbatched}")
-        if proof.unpadded:
-            notes.append(f"not padded: {proof.unpadded}")
-        if config.unkept_note:
-            notes.append(config.unkept_note)
-        self.notes = (*notes, *config.warnings)
-        for note in notes:
-            # Notes of the proof are about what was not checked; that is served as configured.
-            level = logging.INFO if note in proof.notes else logging.WARNING
-            log_about(log, level, config, ": %s", note)
 
     def _miss_all(self, life: int) -> None:
         """Go on without the shards that have not said what they lost."""
@@ -428,6 +447,18 @@ class ModelHost:
     def _set_quarantine(self, part: ModelPart) -> None:
         bodies, keys = dict(self._quarantine.bodies), dict(self._quarantine.keys)
         part.set_quarantine(frames.SetQuarantine(bodies, keys))
+
+
+def notes_of(config: ModelConfig, proof: frames.Proof) -> list[str]:
+    """Return how a model is served and why, if its configuration does not say."""
+    notes = list(proof.notes)
+    if proof.unbatched:
+        notes.append(f"served one request at a time: {proof.unbatched}")
+    if proof.unpadded:
+        notes.append(f"not padded: {proof.unpadded}")
+    if config.unkept_note:
+        notes.append(config.unkept_note)
+    return notes
 
 
 class DirectLink:

@@ -77,9 +77,11 @@ class ModelTable:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every requested model can answer; a candidate need not."""
+        """Whether every requested model can answer; a candidate need not, nor one that is loaded
+        on demand: the others are ready without it."""
         versions = (each for found in self._models.values() for each in found.values())
-        return not self.failures and all(model.is_ready for model in versions)
+        needed = (each for each in versions if not each.config.scaling.is_on_demand)
+        return not self.failures and all(model.is_ready for model in needed)
 
     def count_latencies(self, model: Served) -> None:
         """Count the latencies that the operator wants, from a model's first request on."""

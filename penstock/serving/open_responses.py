@@ -18,6 +18,7 @@ from penstock.serving.response_counts import ResponseTimes
 from penstock.serving.worker_place import WorkerPlace
 from penstock.types import Request, Response, Tensor
 from penstock.wire import frames
+from penstock.wire.statuses import make_error
 
 
 class OpenResponses:
@@ -104,7 +105,7 @@ class OpenResponses:
             return
         if frame.error:
             counts.failed(times, now)
-            self._replies.fail(request, BackendFailed(frame.error), "BACKEND")
+            self._replies.fail(request, make_error(frame.error_kind, frame.error), "BACKEND")
             return
         if not times.count:
             request.timings.first_response = now

@@ -273,9 +273,6 @@ class Planner:
     def _match(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return pairs (input of the model, tensor of the request), in the model's order."""
         name = self._config.name
-        if not tensors and self._inputs and not self._num_required:
-            text = f"the request has no inputs; model '{name}' takes {quoted(self._inputs)}"
-            raise InvalidRequest(text)
         seen: dict[int, int] = {}
         for tensor_index, tensor in enumerate(tensors):
             index = self._inputs.get(tensor.name)
@@ -299,9 +296,13 @@ class Planner:
                 if self._num_required == total
                 else f"expected number of inputs between {self._num_required} and {total}"
             )
+            given, lacked = (
+                ",".join(map(repr, names)) for names in ([each.name for each in tensors], missing)
+            )
             raise InvalidRequest(
-                f"{expected} but got {len(tensors)} inputs for model '{name}': "
-                f"missing {quoted(missing)}"
+                f"{expected} but got {len(tensors)} inputs for model '{name}'. "
+                f"Got input(s) [{given}], but missing required input(s) [{lacked}]. "
+                "Please provide all required input(s)."
             )
         return sorted(seen.items())
 

@@ -68,11 +68,25 @@ class Readiness:
     @property
     def is_ready(self) -> bool:
         """Whether a worker can run a batch, or is started when a request comes."""
-        return self.state == "READY" and (self._has_worker or self.cold.is_cold)
+        can_start = self.cold.is_cold and not self.cold.refuses
+        return self.state == "READY" and (self._has_worker or can_start)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no requests and no sequences."""
+        table = self._queue.sequences.table if self._queue.sequences is not None else None
+        has_sequences = table is not None and bool(table.num_live or table.num_in_line)
+        num_requests = self._queue.num_waiting + self._dispatcher.num_running
+        return not num_requests and not has_sequences
 
     @property
     def _has_worker(self) -> bool:
         return any(each.is_ready for each in self._workers)
+
+    @property
+    def last_answered(self) -> float:
+        """When a worker last answered."""
+        return max(each.answered_at for each in self._workers)
 
     def not_ready(self) -> NotReady:
         reason = self.reason or self._last_reason
@@ -84,7 +98,8 @@ class Readiness:
             worker.close()
 
     def open_model(self, proved: frames.ModelProved) -> None:
-        """Batch and pad as far as the workers proved harmless. No request is queued yet."""
+        """Batch and pad as far as the workers proved harmless. If the first request loads the
+        model, this is called again when that has happened."""
         self._metrics.load_s = proved.load_s
         if proved.needs_requests:
             self._memory.needs_parts = True
@@ -133,11 +148,14 @@ class Readiness:
         self._dispatcher.pump_if_waiting()
 
     def set_reason(self, reason: str) -> None:
-        self._last_reason = reason
+        self._last_reason = self.cold.reason = reason
 
     def scaled(self, scaled: frames.Scaled) -> None:
         if scaled.target == 0:
             self.cold.begin(scaled.load_s)
+        if scaled.problem:
+            self.cold.refuse(scaled.problem, scaled.refuse_s)
+            self._dispatcher.check_idle()
 
     def resized(self, resized: frames.Resized) -> None:
         self.config = replace(self.config, num_instances=resized.num_instances)

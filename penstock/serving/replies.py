@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from penstock.errors import BackendFailed, InvalidRequest, Overloaded, PenstockError, QuotaExceeded
+from penstock.errors import InvalidRequest, Overloaded, PenstockError, QuotaExceeded
 from penstock.serving.answer_order import Answered, AnswerSequencer
 from penstock.serving.batches import BatchRecord, History, RunningBatch
 from penstock.serving.context import ModelContext, log_about
@@ -20,6 +20,7 @@ from penstock.serving.request_memory import RequestMemory
 from penstock.serving.slab import Segment
 from penstock.types import Array, Request, Response, from_array
 from penstock.wire import frames
+from penstock.wire.statuses import make_error
 
 log = logging.getLogger("penstock.model")
 # Overload is over when no request has been refused for this long.
@@ -171,7 +172,8 @@ class Replies:
             if index in frame.invalid:
                 self.fail(request, InvalidRequest(frame.errors[index]), "OTHER")
             elif index in frame.errors:
-                self.fail(request, BackendFailed(frame.errors[index]), "BACKEND")
+                error = make_error(frame.kinds.get(index, ""), frame.errors[index])
+                self.fail(request, error, "BACKEND")
             else:
                 timings.completed = now
                 answered.append(request)

@@ -59,11 +59,19 @@ class RequestQueue:
         return self.batcher.num_waiting + len(self.suspects)
 
     def stop_batching(self) -> None:
-        """Serve one request at a time. Only before the first request."""
+        """Serve one request at a time. Requests wait only if they wait for the first instance."""
         policy = replace(self._config.batching, is_dynamic=False)
+        waiting, now = self.batcher.drain(), self._clock()
         if self.slo is not None:
             self.slo = SloBatcher(policy, self._config.num_instances, self._elsewhere)
         self.batcher = self.slo or Batcher(policy, self._elsewhere)
+        if waiting:
+            self.batcher.begin_cold_start(0.0, now)
+        for request in waiting:
+            try:
+                self.batcher.add(request, request.ticket.fit.plan.geometry, now)
+            except PenstockError as error:
+                self._replies.refuse(request, error, "gave_up")
 
     def expire(self, now: float) -> list[Request]:
         """Refuse the requests that waited too long, or that would be late. Return those that have

@@ -25,19 +25,23 @@ log = logging.getLogger("penstock.scaling")
 
 # After memory had no room for an instance, the next attempt is made after this time.
 ROOM_AGAIN_S = 10.0
+# Requests are refused for this long after the first instance could not be loaded on demand.
+LOAD_AGAIN_S = 10.0
 # The slowest of this many starts is expected of the next one.
 NUM_STARTS = 3
 MANY = 1 << 16
 SCALED_DOWN = "fewer instances are needed"
+NOT_LOADED = "no request has come yet"
+FIRST_REQUEST = "a request came when there was no instance"
 
-# Reserves GPU memory for a worker of a configuration; returns what gives the reservation back, or
-# None if there is no room.
+# Reserves memory for a worker of a configuration; returns what gives the reservation back, or None
+# if there is no room.
 FindRoom = Callable[[ModelConfig], Awaitable[Callable[[], None] | None]]
 
 
 class InstanceScaler:
     """`is_cold` from when the last instance is stopped until another is ready. `find_room` is None
-    if the model's GPU memory is not planned. Does nothing if the number of instances is fixed."""
+    if the model's memory is not planned. Does nothing if the number of instances is fixed."""
 
     def __init__(
         self,
@@ -59,13 +63,14 @@ class InstanceScaler:
         # How long the last instances took to be ready.
         self.starts: deque[float] = deque(maxlen=NUM_STARTS)
         self._no_room_until = 0.0
-        # What gives back the GPU memory that is reserved for an instance until it is loaded.
+        # What gives back the memory that is reserved for an instance until it is loaded.
         self._reserved: dict[int, Callable[[], None]] = {}
-        # Instances for which room is being sought.
-        self._seeking: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.find_room: FindRoom | None = None
         self.is_cold = False
+        # Why the first instance could not be loaded on demand, and until when requests are refused.
+        self.problem = ""
+        self._load_again_at = 0.0
         # Instances that end when their sequences have ended.
         self._vacated: set[Instance] = set()
         # Whether there may be another number of instances than workers were told of.
@@ -96,14 +101,34 @@ class InstanceScaler:
     @property
     def scaled(self) -> frames.Scaled:
         """What shards must know."""
-        return frames.Scaled(0 if self.is_cold else self.decision.target, self.load_s)
+        refuse_s = max(0.0, self._load_again_at - self._clock()) if self.problem else 0.0
+        target = 0 if self.is_cold else self.decision.target
+        return frames.Scaled(target, self.load_s, self.problem if refuse_s else "", refuse_s)
+
+    @property
+    def refuses(self) -> bool:
+        """Whether requests are refused because the last load failed."""
+        return bool(self.problem) and self._clock() < self._load_again_at
+
+    @property
+    def last_used(self) -> float:
+        """When the last request came, as far as shards have said."""
+        return self._rates.arrived_at
 
     def describe(self) -> str:
         """Describe the last decision on the number of instances; empty if the number is fixed."""
         if not self._config.is_scaled:
             return ""
         least, most = self.limits
+        if self._config.scaling.is_on_demand:
+            least = 0
         return f"{self.decision.target} of {least} to {most} instances: {self.decision.reason}"
+
+    def begin_without(self) -> None:
+        """Load nothing until `wake`."""
+        self._supervisor.want_first(0)
+        self.decision = ScalingDecision(0, NOT_LOADED)
+        self.is_cold = True
 
     def begin_with(self, num_instances: int) -> None:
         """Load as many instances at first as another version has now, within the limits; on GPUs,
@@ -141,6 +166,7 @@ class InstanceScaler:
             # Clients that were refused meanwhile come back.
             self._rates.touch(self._clock())
         self.is_cold = False
+        self.problem = ""
         self.settled(instance.index)
 
     def tell_executors(self) -> None:
@@ -158,11 +184,24 @@ class InstanceScaler:
         if (release := self._reserved.pop(index, None)) is not None:
             release()
 
-    def wake(self) -> None:
+    def wake(self, reason: str = FIRST_REQUEST) -> None:
         """Start the first instance, if there is none."""
         self._rates.touch(self._clock())
-        if not self._wanted:
-            self._follow(ScalingDecision(1, "a request came when there was no instance"))
+        if not self._wanted and not self.refuses:
+            self._follow(ScalingDecision(1, reason))
+
+    def fail(self, problem: str) -> None:
+        """Give up loading the first instance; refuse requests for a while, then try again."""
+        self.problem, self._load_again_at = problem, self._clock() + LOAD_AGAIN_S
+        for instance in self._wanted:
+            instance.is_wanted = False
+        self.is_cold = True
+        self.decision = ScalingDecision(0, problem)
+        log_about(log, logging.ERROR, self._config, " cannot be loaded: %s", problem)
+
+    def stop_all(self, reason: str) -> None:
+        """Stop all instances when they have answered."""
+        self._follow(ScalingDecision(0, reason))
 
     def resize(self, config: ModelConfig, count: int, reason: str) -> list[Instance]:
         """Use another configuration, with `count` instances or as near as its limits allow; return
@@ -190,6 +229,8 @@ class InstanceScaler:
     def tick(self) -> bool:
         """Decide how many instances there should be; return whether the last is being stopped."""
         now = self._clock()
+        if self._config.scaling.is_on_demand and not self._wanted:
+            return False
         decision = self.policy.decide(self._observe(now), now)
         if decision.target == len(self._wanted):
             self.decision = decision
@@ -255,30 +296,32 @@ class InstanceScaler:
             self._supervisor.dismiss(instance, SCALED_DOWN)
 
     def _start(self, instance: Instance) -> None:
-        if instance.device == CPU or self.find_room is None:
+        is_planned = instance.device != CPU or self._config.scaling.is_on_demand
+        if self.find_room is None or not is_planned:
             self._supervisor.start_wanted(instance)
             return
-        if instance.index in self._seeking:
+        if instance.waits_for_room:
             # It was dismissed and is wanted again.
             return
-        self._seeking.add(instance.index)
+        instance.waits_for_room = True
         task = asyncio.get_running_loop().create_task(self._start_with_room(instance))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _start_with_room(self, instance: Instance) -> None:
-        """Start a worker on a GPU, if the memory plan has room for it."""
+        """Start a worker, if the memory plan has room for it."""
         assert self.find_room is not None
         config = self._config.of_worker(instance.device, instance.num_slots)
         try:
             release = await self.find_room(config)
         finally:
-            self._seeking.discard(instance.index)
+            instance.waits_for_room = False
         if release is None:
-            self._no_room_until = self._clock() + ROOM_AGAIN_S
-            self._supervisor.dismiss(instance, "no GPU memory")
-            text = " cannot start another instance: %s has no memory left"
-            log_about(log, logging.WARNING, self._config, text, instance.device)
+            if instance.is_wanted:
+                self._no_room_until = self._clock() + ROOM_AGAIN_S
+                self._supervisor.dismiss(instance, "no memory")
+                text = " cannot start an instance: %s has no memory left"
+                log_about(log, logging.WARNING, self._config, text, instance.device)
             if not self._wanted:
                 self.is_cold = True
             return

@@ -77,6 +77,14 @@ class RemotePart:
         self._number = number
         self._session = session
 
+    @property
+    def is_idle(self) -> bool:
+        return True
+
+    @property
+    def last_answered(self) -> float:
+        return 0.0
+
     def open_model(self, proved: frames.ModelProved) -> None:
         self._tell(proved)
 
@@ -278,7 +286,9 @@ class ShardedModel(ShardedVersion):
 
     @property
     def reason(self) -> str:
-        return next((stage.host.reason for stage in self.stages if stage.host.reason), "")
+        hosts = [stage.host for stage in self.stages]
+        reasons = (each.reason or each.demand.reason for each in hosts)
+        return next(filter(None, reasons), "")
 
     @property
     def mode(self) -> str:

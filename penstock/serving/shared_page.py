@@ -230,6 +230,20 @@ class SharedPage:
     def is_idle(self, model: int, slot: int) -> bool:
         return self.cells[self.layout.slot_at(model, slot) + ENDS_AT] == 0.0
 
+    def is_unused(self, model: int, num_slots: int) -> bool:
+        """Whether no shard shows a queued request, and no worker a batch in these slots."""
+        layout, cells = self.layout, self.cells
+        for slot in range(num_slots):
+            if math.isfinite(ends := cells[layout.slot_at(model, slot) + ENDS_AT]) and ends:
+                return False
+        queues = (layout.queue_at(model, shard) + REQUESTS for shard in range(layout.num_shards))
+        return not any(any(cells[at : at + NUM_LEVELS].tolist()) for at in queues)
+
+    def last_started(self, model: int, num_slots: int) -> float:
+        """Return when the last batch started in these slots."""
+        at = (self.layout.slot_at(model, slot) + STARTED for slot in range(num_slots))
+        return max(bounded(self.cells[each], MAX_TIME_S) for each in at)
+
     # A shard's cells.
 
     def show_queue(self, model: int, shard: int, load: ShardLoad, now: float) -> None:

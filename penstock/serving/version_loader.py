@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 
+from penstock import units
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.processes.child import StartLife
@@ -24,6 +25,7 @@ from penstock.serving.ensemble import Ensemble
 from penstock.serving.instance_change import changes_instances_only
 from penstock.serving.model import Model
 from penstock.serving.model_host import ModelHost
+from penstock.serving.model_memory import ModelMemory
 from penstock.serving.model_table import ModelTable
 from penstock.serving.owned_model import OwnedModel
 from penstock.serving.pipeline import StagePipeline, make_model, stages_of
@@ -44,7 +46,7 @@ Make = Callable[[ModelConfig, Quotas], Served]
 class VersionLoader:
     """`table` has what all versions share; `makers` create versions of the backends that do not use
     `Model`; `shards` take the requests, if they have processes of their own. `find_room` reserves
-    GPU memory for further instances."""
+    GPU memory for further instances, `memory` that of models loaded on demand."""
 
     def __init__(
         self,
@@ -53,12 +55,14 @@ class VersionLoader:
         makers: Mapping[str, Make],
         shards: Shards | None,
         find_room: FindRoom,
+        memory: ModelMemory,
     ) -> None:
         self._table = table
         self._start_life = start_life
         self._makers = makers
         self._shards = shards
         self._find_room = find_room
+        self._memory = memory
         # Hears of each version whose files nobody reads any more.
         self.on_end: Callable[[ModelConfig], object] = lambda config: None
         # Descriptors that mark the files of loaded versions as in use, by the model's id.
@@ -67,37 +71,31 @@ class VersionLoader:
         self._stamps: dict[int, Stamps] = {}
         self._limit = asyncio.Semaphore(MAX_LOADING)
 
-    async def start(self, config: ModelConfig, num_running: int | None = None) -> Served:
+    async def start(
+        self, config: ModelConfig, num_running: int | None = None, *, is_lazy: bool = False
+    ) -> Served:
         """Start a version; return it when all its instances are warm. If it is scaled, it begins
-        with as many as the version that it replaces has now. ConfigError if it cannot be loaded."""
+        with as many as the version that it replaces has now. If it is loaded on demand, it begins
+        with one, or with none if `is_lazy`. ConfigError if it cannot be loaded."""
         async with self._limit:
-            return await self._start(config, num_running)
+            return await self._start(config, num_running, is_lazy=is_lazy)
 
-    async def _start(self, config: ModelConfig, num_running: int | None) -> Served:
+    async def _start(
+        self, config: ModelConfig, num_running: int | None, *, is_lazy: bool
+    ) -> Served:
         began = time.monotonic()
-        count = config.num_instances
         config = self._limited(config)
         taken = await self._table.caches.read(config)
         if taken is not None:
             config = replace(config, fingerprint=taken.text)
         model = self._create(config)
-        host = network_of(model)
-        if host is not None and config.is_scaled:
-            host.scaler.find_room = self._find_room
-            if num_running is not None:
-                host.scaler.begin_with(num_running)
-                count = len(host.processes)
-        what = "1 instance" if count == 1 else f"{count} instances"
-        log_about(log, logging.INFO, config, " loads %s", "no workers" if not count else what)
-        for warning in config.warnings:
-            log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
-        for note in config.notes:
-            log_about(log, logging.INFO, config, ": %s", note)
+        is_lazy = is_lazy and config.scaling.is_on_demand
+        _announce(config, "with its first request" if is_lazy else self._begin(model, num_running))
         limit = asyncio.timeout(config.load_timeout_s)
         try:
             async with limit:
                 await finish(self._hold(model))
-                self._stamps[id(model)] = await asyncio.to_thread(stamps_of, config)
+                await self._note_files(model, is_lazy=is_lazy)
                 await model.start()
                 if taken is not None:
                     await asyncio.to_thread(fingerprint.check, config, taken)
@@ -113,6 +111,26 @@ class VersionLoader:
             text = ", ".join(f"{key}={value}" for key, value in built.items())
             log_about(log, logging.INFO, config, " was built with %s", text)
         return model
+
+    def _begin(self, model: Served, num_running: int | None) -> str:
+        """Let a version begin with as many instances as it should, and say how many."""
+        config, host = model.config, network_of(model)
+        count = config.num_instances
+        if config.scaling.is_on_demand:
+            count = 1
+        elif host is not None and config.is_scaled:
+            host.scaler.find_room = self._find_room
+            if num_running is not None:
+                host.scaler.begin_with(num_running)
+                count = len(host.processes)
+        return units.count(count, "instance") if count else "no workers"
+
+    async def _note_files(self, model: Served, *, is_lazy: bool) -> None:
+        """Note the files that a version is loaded from, and by whom, if it is loaded on demand."""
+        config, host = model.config, network_of(model)
+        self._stamps[id(model)] = stamps = await asyncio.to_thread(stamps_of, config)
+        if host is not None and config.scaling.is_on_demand:
+            self._memory.open(config, host, stamps, is_lazy=is_lazy)
 
     async def change_instances(self, model: Served, config: ModelConfig) -> bool:
         """Give a loaded version the number of instances of this configuration, if it differs in
@@ -152,6 +170,7 @@ class VersionLoader:
     async def end(self, model: Served) -> None:
         """Close a version, and let its files be removed."""
         await model.close()
+        self._memory.close(network_of(model))
         if (held := self._holds.pop(id(model), None)) is not None:
             os.close(held)
         self._stamps.pop(id(model), None)
@@ -193,6 +212,14 @@ class VersionLoader:
             return OwnedModel(config, self._shards, model)
         model.cache = self._table.caches.open(config, model.metrics)
         return model
+
+
+def _announce(config: ModelConfig, what: str) -> None:
+    log_about(log, logging.INFO, config, " loads %s", what)
+    for warning in config.warnings:
+        log_about(log, logging.WARNING, config, ": config.pbtxt: %s", warning)
+    for note in config.notes:
+        log_about(log, logging.INFO, config, ": %s", note)
 
 
 async def finish(work: Coroutine[object, object, None]) -> None:

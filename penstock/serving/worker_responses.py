@@ -19,7 +19,7 @@ import numpy as np
 from penstock.backends import Batch, Outputs
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
-from penstock.serving.executor import BatchExecutor, Part, checked_type, explain_error
+from penstock.serving.executor import BatchExecutor, Part, checked_type, explain_error, kind_of
 from penstock.serving.shard_link import ShardLink
 from penstock.serving.worker_spill import Values
 from penstock.types import Array, Parameter
@@ -119,7 +119,10 @@ class OpenRequest:
         """Tell the client; what follows is dropped."""
         self._is_answered = True
         batch, text = self._part.frame.batch, explain_error(error)
-        self.link.send(frames.Responded(batch, self._index, is_final=True, error=text))
+        kind = kind_of(error)
+        self.link.send(
+            frames.Responded(batch, self._index, is_final=True, error=text, error_kind=kind)
+        )
 
 
 class RequestResponder:

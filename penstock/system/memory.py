@@ -59,6 +59,17 @@ def _read_field(path: Path, name: str) -> int | None:
     return None
 
 
+def proportional_bytes(pid: int) -> int:
+    """Return the resident memory, in which each page counts by the part of its processes that this
+    is; 0 when the process has exited."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with contextlib.suppress(psutil.AccessDenied, AttributeError):
+            return int(process.memory_full_info().pss)
+        return int(process.memory_info().rss)
+    return 0
+
+
 def resident_bytes(pid: int) -> int:
     """Return the resident memory; 0 when the process has exited."""
     with contextlib.suppress(psutil.Error):

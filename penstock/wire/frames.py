@@ -325,13 +325,15 @@ class Done(Frame, tag="ok"):
     total_tokens: int = 0
     # Of the shards that share a batch, one counts it.
     is_first: bool = True
+    # Classes of those of `errors` that a model chose, if it chose one.
+    kinds: dict[int, str] = {}
 
 
 class Responded(Frame, tag="rsp"):
     """A response of a decoupled model to the request at this `index` of a batch, with the `outputs`
-    in the worker's spill, or an `error`. Others follow unless it `is_final`; `is_empty`: there is
-    no response, only the end. The Done of its batch says that the worker takes the next batch, and
-    may come before or after it."""
+    in the worker's spill, or an `error` with its class. Others follow unless it `is_final`;
+    `is_empty`: there is no response, only the end. The Done of its batch says that the worker takes
+    the next batch, and may come before or after it."""
 
     batch: int
     index: int
@@ -340,6 +342,7 @@ class Responded(Frame, tag="rsp"):
     is_empty: bool = False
     error: str = ""
     parameters: dict[str, Parameter] = {}
+    error_kind: str = ""
 
 
 class CancelRequest(Frame, tag="crq"):
@@ -559,13 +562,14 @@ class Drain(Frame, tag="drn"):
 
 class ModelProved(Frame, tag="prv"):
     """All workers of a model are ready for the first time: what their trial runs showed, and the
-    warm durations of each (see WorkerReady)."""
+    warm durations of each (see WorkerReady). A model that the first request loads is opened with
+    the defaults, and once more when that has happened."""
 
-    proof: Proof
-    load_s: float
-    needs_requests: bool
-    timings: tuple[dict[int, float], ...]
-    bucket_timings: tuple[dict[int, dict[int, float]], ...]
+    proof: Proof = msgspec.field(default_factory=Proof)
+    load_s: float = 0.0
+    needs_requests: bool = False
+    timings: tuple[dict[int, float], ...] = ()
+    bucket_timings: tuple[dict[int, dict[int, float]], ...] = ()
 
 
 class SetWorker(Frame, tag="setw"):
@@ -626,10 +630,13 @@ class TryGranted(Frame, tag="try"):
 
 class Scaled(Frame, tag="scl"):
     """How many instances the model should have from now on, and how long one took to be ready. With
-    none, requests wait for the first one, and the part sends Wake."""
+    none, requests wait for the first one, and the part sends Wake. With a `problem`, they are
+    refused for `refuse_s`."""
 
     target: int
     load_s: float
+    problem: str = ""
+    refuse_s: float = 0.0
 
 
 class Resized(Frame, tag="rsz"):

@@ -38,8 +38,12 @@ STATUSES: dict[type[PenstockError], Status] = {
     errors.Cancelled: Status(499, 499, "server_error", "CANCELLED"),
     errors.Unsupported: Status(501, 501, "invalid_request_error", "UNIMPLEMENTED"),
     errors.BackendFailed: Status(500, 500, "server_error", "INTERNAL"),
+    errors.UnknownFailure: Status(500, 500, "server_error", "UNKNOWN"),
+    errors.AlreadyExists: Status(409, 409, "invalid_request_error", "ALREADY_EXISTS"),
     errors.StorageFull: Status(507, 507, "server_error", "RESOURCE_EXHAUSTED"),
 }
+# Classes by the names that frames have for them.
+KINDS = {kind.__name__: kind for kind in STATUSES}
 NEEDS_KEY = Status(401, 401, "authentication_error", "UNAUTHENTICATED")
 
 
@@ -48,6 +52,11 @@ def status_of(error: PenstockError) -> Status:
         return NEEDS_KEY
     kinds = [kind for kind in type(error).__mro__ if kind in STATUSES]
     return STATUSES[kinds[0] if kinds else errors.BackendFailed]
+
+
+def make_error(kind: str, text: str) -> PenstockError:
+    """Return the error of a frame; BackendFailed without a class, or with one that is not known."""
+    return KINDS.get(kind, errors.BackendFailed)(text)
 
 
 def encode_error(text: str) -> bytes:

@@ -140,7 +140,7 @@ def decode_infer(
         if item.parameters and REGION in item.parameters
     }
     items = [item for index, item in enumerate(message.inputs) if index not in placed]
-    inputs = _raw(items, raw) if raw else _typed(items)
+    inputs = _raw(items, raw, message.model_name) if raw else _typed(items)
     for index, tensor in placed.items():
         inputs.insert(index, tensor)
     outputs = [RequestedOutput(o.name, _parameters(o.parameters)) for o in message.outputs]
@@ -181,11 +181,13 @@ def _region_tensor(item: Proto) -> Tensor:
     return Tensor(item.name, item.datatype, shape, b"", place)
 
 
-def _raw(inputs: Sequence[Proto], contents: Sequence[Buffer]) -> list[Tensor]:
+def _raw(inputs: Sequence[Proto], contents: Sequence[Buffer], model: str) -> list[Tensor]:
     for item in inputs:
         if item.HasField("contents"):
-            text = "contents field must not be specified when using raw_input_contents"
-            raise wrong_input(item.name, text)
+            raise InvalidRequest(
+                "contents field must not be specified when using raw_input_contents for "
+                f"'{item.name}' for model '{model}'"
+            )
     if len(contents) != len(inputs):
         which = (
             f"input '{inputs[len(contents)].name}' has none"

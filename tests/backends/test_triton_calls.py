@@ -139,7 +139,11 @@ def test_decoupled_iterates_over_all_responses(line: Line, count: int):
     async def collect() -> list[pb_utils.InferenceResponse]:
         return [each async for each in await ask().async_exec(decoupled=True)]
 
-    for found in (list(ask().exec(decoupled=True)), asyncio.run(collect())):
+    async def collect_as_in_triton() -> list[pb_utils.InferenceResponse]:
+        return list(await ask().async_exec(decoupled=True))
+
+    awaited = asyncio.run(collect()), asyncio.run(collect_as_in_triton())
+    for found in (list(ask().exec(decoupled=True)), *awaited):
         assert len(found) == count
         assert all(each.output_tensors()[0].name() == "y" for each in found)
     assert line.num_cancelled == 0

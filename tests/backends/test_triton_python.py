@@ -85,7 +85,7 @@ def test_responses_leave_by_their_responders_and_none_is_returned(tmp_path):
 
 def test_a_decoupled_model_returns_nothing(tmp_path):
     runner = load(tmp_path, "def execute(self, requests):\n    return [respond(1)]")
-    with pytest.raises(BackendFailed, match="returns None and sends its responses, got list"):
+    with pytest.raises(BackendFailed, match="must return None. It sends its responses; got list"):
         start(runner, 1, responders=[Kept()])
 
 
@@ -118,7 +118,7 @@ def test_coroutines_of_several_batches_run_at_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "text"),
-    [("raise ValueError('why')", "why"), ("return 5", "returns None and sends its responses")],
+    [("raise ValueError('why')", "why"), ("return 5", "must return None")],
 )
 def test_the_error_of_a_coroutine_ends_what_is_open(tmp_path, line, text):
     runner = load(

@@ -86,7 +86,7 @@ def test_answers_are_those_to_the_rows_that_were_placed(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "load", ["--concurrency 4", "--rate 200", "--rate 200 --processes 2", "--rate 200 -b 4"]
+    "load", ["--concurrency 4", "--rate 50", "--rate 50 --processes 2", "--rate 50 -b 4"]
 )
 def test_every_kind_of_load(served: Served, tmp_path: Path, load: str) -> None:
     url = f"http://{served.address}/v2/models/echo"

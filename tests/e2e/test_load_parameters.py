@@ -124,7 +124,8 @@ def test_files_replace_all_of_a_model_until_the_next_load(client):
 def test_a_failed_load_keeps_what_is_served(client, served):
     broken = {"file:3/model.onnx": ONNX[:50]}
     assert "failed to load 'identity'" in client.refusal("identity", config=PLAIN, files=broken)
-    assert "failed to load" in client.refusal("identity", config='{"max_batch_size": -1}')
+    for config in ('{"max_batch_size": -1}', '"parameters": {{"max_batch_size": "16"}}'):
+        assert "failed to load 'identity'" in client.refusal("identity", config=config)
     assert client.versions("identity") == ["1"] and client.answer("identity")[0, 3] == 3
     assert served.status("/v2/health/ready") == 200
 

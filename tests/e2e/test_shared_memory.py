@@ -447,7 +447,8 @@ def test_the_memory_of_a_client_that_is_killed_is_freed(served: Served):
     child.send_signal(signal.SIGKILL)
     child.communicate()
     wait_until(lambda: num_regions(served) == before)
-    wait_until(lambda: mapped(served) == held)
+    # Less if a region of an earlier test was still mapped.
+    wait_until(lambda: mapped(served) <= held)
 
 
 def test_a_client_goes_on_after_the_server_has_been_started_again(tmp_path: Path):

@@ -33,6 +33,15 @@ SIZES = {
 }  # fmt: skip
 LLAMA = {**tiny.CONFIG, **SIZES}
 QWEN3 = {**tiny.QWEN3, **SIZES, "head_dim": 128, "num_attention_heads": 4}
+# Layers that differ from Llama's, in sizes that the kernels take.
+WINDOW = {"sliding_window": 40, "num_hidden_layers": 3}
+OTHERS = {
+    name: {**config, **SIZES, **WINDOW} for name, config in tiny.OTHERS.items() if name != "gpt2"
+}
+OTHERS["gpt2"] = {
+    **tiny.OTHERS["gpt2"], "n_embd": 256, "n_head": 4, "n_positions": 1024, "vocab_size": 1000,
+}  # fmt: skip
+OTHERS["gemma3 with large heads"] = {**OTHERS["gemma3"], "head_dim": 256}
 # Of logits as large as these; BF16 keeps two digits.
 TOLERANCE = {"bfloat16": 0.05, "float16": 0.01, "fp8": 0.4}
 GREEDY = SamplingParams(temperature=0.0)
@@ -70,7 +79,7 @@ def write(folder, config) -> None:
     torch.manual_seed(4)
     weights = tiny.weights_of(folder, **config)
     weights = {n: each / 3 if each.ndim > 1 else each for n, each in weights.items()}
-    tiny.save_file(weights, folder / "model.safetensors")
+    tiny.save_file(tiny.in_files(folder, weights), folder / "model.safetensors")
 
 
 def plain_logits(folder, tokens) -> torch.Tensor:
@@ -149,6 +158,35 @@ def test_graphs_and_eager_steps_give_the_same_tokens(tmp_path, config):
     assert eager.runner.num_replayed == 0
     for number, prompt in enumerate(prompts):
         is_near(tmp_path, prompt, found[number], TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
+def test_other_layers_give_the_tokens_of_the_plain_decoder(tmp_path, config):
+    """Beyond their windows, some by graphs."""
+    write(tmp_path, config)
+    chance = random.Random(6)
+    prompts = [[chance.randrange(1000) for _ in range(length)] for length in (3, 39, 60, 150)]
+    engine = an_engine(tmp_path)
+    due = [
+        GenerateRequest(n, each, replace(GREEDY, max_tokens=50)) for n, each in enumerate(prompts)
+    ]
+    found, _ = all_of(engine, due)
+    assert (engine.runner.num_replayed > 20) == (config.get("head_dim") != 256)
+    for number, prompt in enumerate(prompts):
+        is_near(tmp_path, prompt, found[number], TOLERANCE["bfloat16"])
+
+
+def test_experts_count_the_tokens_of_sequences_alone(tmp_path):
+    """Not those that fill up a graph."""
+    write(tmp_path, OTHERS["experts"])
+    engine = an_engine(tmp_path)
+    engine.read_expert_load()
+    due = [GenerateRequest(n, [1, 2, 3], replace(GREEDY, max_tokens=5)) for n in range(3)]
+    all_of(engine, due)
+    torch.cuda.synchronize()
+    # Five steps, and one that was launched before the end was known.
+    num = sum(engine.read_expert_load()) // (2 * OTHERS["experts"]["num_hidden_layers"])
+    assert 3 * 7 <= num <= 3 * 8
 
 
 def test_preempted_and_shared_beginnings_give_what_each_gives_alone(tmp_path, config):

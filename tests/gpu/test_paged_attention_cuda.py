@@ -8,14 +8,15 @@ if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
+from expert_cases import experts_case, one_by_one  # noqa: E402
 from paged_cases import a_case, plain  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from penstock.kernels import decoding, paged_attention, token_sampling  # noqa: E402
+from penstock.kernels import decoding, grouped_gemm, paged_attention, token_sampling  # noqa: E402
 from penstock.llm import operations, sampling  # noqa: E402
 from penstock.llm.logits import without  # noqa: E402
-from penstock.llm.models.decoder import rms_norm  # noqa: E402
 from penstock.llm.models.fp8 import fp8_linear, in_fp8  # noqa: E402
+from penstock.llm.models.norms import rms_norm  # noqa: E402
 from penstock.llm.operations import Places  # noqa: E402
 
 TYPES = [torch.float16, torch.bfloat16]
@@ -62,6 +63,33 @@ def test_prompts_and_parts_of_them(dtype, size, group, num_kv_heads, block_size)
     out = torch.full_like(case.queries, float("nan"))
     paged_attention.attend_many(case.queries, case.paged, case.lines, out)
     assert relative(out, plain(case)) < 5e-3
+
+
+@pytest.mark.parametrize(("window", "cap"), [(33, 0.0), (512, 2.0), (0, 1.5)])
+def test_windows_and_caps(window, cap):
+    form = {"window": window, "cap": cap}
+    ones = [(n, 1) for n in (1, 2000, 63, 64, 65, 0, 777, 16, 128)]
+    for splits in (1, 16):
+        case = a_case(ones, 2, 4, 128, 16, torch.bfloat16, "cuda", **form)
+        out = torch.full_like(case.queries, float("nan"))
+        where = case.batch_table[:, 1], case.batch_table[:, 2]
+        paged_attention.attend_one(case.queries, case.paged, *where, out, splits)
+        assert relative(out, plain(case)) < 5e-3
+    sequences = [(1500, 1500), (900, 20), (65, 64), (3, 2), (700, 300)]
+    case = a_case(sequences, 2, 4, 128, 16, torch.bfloat16, "cuda", **form)
+    out = torch.full_like(case.queries, float("nan"))
+    paged_attention.attend_many(case.queries, case.paged, case.lines, out)
+    assert relative(out, plain(case)) < 5e-3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize(
+    ("num_experts", "num_used", "width", "inner"), [(8, 2, 1024, 1792), (128, 8, 2048, 768)]
+)
+def test_experts(num_tokens, num_experts, num_used, width, inner):
+    sizes = num_tokens, num_experts, num_used, width, inner
+    case = experts_case(*sizes, torch.bfloat16, "cuda")
+    assert relative(grouped_gemm.run_experts(*case), one_by_one(*case)) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", TYPES)

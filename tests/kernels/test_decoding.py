@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from penstock.kernels import decoding  # noqa: E402
 from penstock.llm import operations  # noqa: E402
-from penstock.llm.models.decoder import rms_norm  # noqa: E402
+from penstock.llm.models.norms import rms_norm  # noqa: E402
 from penstock.llm.operations import Places  # noqa: E402
 
 

@@ -42,6 +42,31 @@ def test_parts_of_prompts_see_what_came_before(group, num_kv_heads, size, block_
     torch.testing.assert_close(out.float(), plain(case), atol=4e-3, rtol=0)
 
 
+# Windows shorter than a tile, as long as one, and longer than some sequences.
+FORMS = [(5, 0.0), (64, 0.0), (100, 2.0), (0, 1.5)]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("window", "cap"), FORMS)
+def test_one_token_sees_its_window_with_capped_scores(window, cap, splits):
+    sequences = [(70, 1), (1, 1), (0, 1), (131, 1), (300, 1)]
+    case = a_case(sequences, 3, 1, 32, window=window, cap=cap)
+    out = torch.full_like(case.queries, float("nan"))
+    batch_table = case.batch_table
+    paged_attention.attend_one(
+        case.queries, case.paged, batch_table[:, 1], batch_table[:, 2], out, splits
+    )
+    torch.testing.assert_close(out.float(), plain(case), atol=4e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("window", "cap"), FORMS)
+def test_prompts_see_their_windows_with_capped_scores(window, cap):
+    case = a_case([(150, 150), (290, 20), (65, 64), (3, 2)], 2, 2, 16, window=window, cap=cap)
+    out = torch.full_like(case.queries, float("nan"))
+    paged_attention.attend_many(case.queries, case.paged, case.lines, out)
+    torch.testing.assert_close(out.float(), plain(case), atol=4e-3, rtol=0)
+
+
 def test_queries_may_lie_among_other_things():
     case = a_case([(40, 1), (9, 1)], 2, 2, 16)
     wide = torch.randn(2, 8, 16, dtype=torch.float16)

@@ -101,6 +101,27 @@ def test_many_together_continue_as_by_hand(tmp_path, monkeypatch, config, has_gr
     assert bool(engine.runner.num_eager) == (not has_graphs or most_seen < 1 << 18)
 
 
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("config", tiny.OTHERS.values(), ids=tiny.OTHERS)
+def test_other_layers_continue_as_alone(tmp_path, config, has_graphs):
+    decoder = tiny.decoder_of(tmp_path, config)
+    limits = StepLimits(max_sequences=6, max_tokens=11, max_length=64)
+    cache = Cache(decoder.shape, 64, SIZE, "cpu", torch.float32)
+    runner = CudaRunner(decoder, cache, FakeGpu(), limits, has_graphs=has_graphs)
+    runner.prepare()
+    scheduler = Scheduler(BlockPool(64, SIZE), limits)
+    engine = Engine(scheduler, runner, StepTimeModel(), FakeClock(), num_ahead=runner.num_ahead)
+    chance = random.Random(3)
+    prompts = [[chance.randrange(50) for _ in range(length)] for length in (1, 5, 14, 20)]
+    due = [
+        GenerateRequest(n, prompt, replace(GREEDY, max_tokens=12))
+        for n, prompt in enumerate(prompts)
+    ]
+    found, _ = all_of(engine, due, chance)
+    for number, prompt in enumerate(prompts):
+        assert found[number] == tiny.continued_alone(decoder, prompt, 12)
+
+
 def test_a_short_rest_of_a_prompt_is_a_graph(tmp_path, monkeypatch):
     """What follows a prefix that is known: as soon as its tokens see too much it is none."""
     model = Model(tmp_path)

@@ -40,11 +40,11 @@ def write_gguf(folder, kind):
     chance = np.random.default_rng(3)
     weights = tiny.weights_of(folder, **CONFIG)
     tensors = {}
-    for name, other in LLAMA.gguf_names(LLAMA.shape_of_config(CONFIG)).items():
+    for name, place in LLAMA.gguf_places(LLAMA.shape_of_config(CONFIG)).items():
         shape = tuple(weights[name].shape)
         is_small = kind == Q4_0 and len(shape) == 2 and "layers" in name
         content = q4_0(shape, chance) if is_small else floats(weights[name].numpy() / 12)
-        tensors[other] = (shape, Q4_0 if is_small else F32, content)
+        tensors[place.name] = (shape, Q4_0 if is_small else F32, content)
     path = folder / "tiny.gguf"
     path.write_bytes(gguf(METADATA, tensors))
     return path

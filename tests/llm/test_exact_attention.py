@@ -10,9 +10,11 @@ import tiny_llm as tiny  # noqa: E402
 from batch_invariance import differences  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from penstock.llm.cache import attend_sdpa  # noqa: E402
 from penstock.llm.engine_loading import load  # noqa: E402
 from penstock.llm.exact_attention import attend, attend_prompt, pad_length  # noqa: E402
 from penstock.llm.models.int4 import FixedRowsLinear  # noqa: E402
+from penstock.llm.models.shape import AttentionForm  # noqa: E402
 
 # Sizes that int4 takes.
 SIZES = {
@@ -40,6 +42,12 @@ def test_it_is_attention(num, length):
     )  # fmt: skip
     found = attend_prompt(queries, keys, values)
     assert torch.allclose(found, wanted[0].transpose(0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(7, 0.0), (64, 2.0), (0, 1.5)])
+def test_windows_and_caps_are_those_of_plain_attention(window, cap):
+    parts, form = of_prompt(40, 300), AttentionForm(window, cap)
+    torch.testing.assert_close(attend_prompt(*parts, form), attend_sdpa(*parts, form))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -112,6 +120,18 @@ def test_answers_do_not_depend_on_others_in_the_batch(tmp_path, dtype, num_threa
         # Rounded to seven digits, which moves logprobs, and tokens only where two are that alike.
         found = [each for each in found if each[2][0] != each[3][0]]
     assert found == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "experts"])
+def test_other_layers_keep_the_law(tmp_path, name, dtype):
+    sizes = {**SIZES, "num_experts": 8, "moe_intermediate_size": 64}
+    if name == "gpt2":
+        sizes = {"n_embd": 96, "n_positions": 256, "vocab_size": SIZES["vocab_size"]}
+    tiny.write_folder(tmp_path, **{**tiny.OTHERS[name], **sizes})
+    engine, _ = load(tiny.settings_of(tmp_path, dtype=dtype, **OPTIONS))
+    assert differences(engine, SIZES["vocab_size"]) == []
 
 
 def test_int4_keeps_the_law_with_layers_of_odd_sizes(tmp_path):

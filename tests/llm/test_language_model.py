@@ -112,7 +112,7 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(tmp_path):
     bad = tmp_path / "bad"
     bad.mkdir()
     tiny.write_folder(bad)
-    other = {**tiny.CONFIG, "architectures": ["GPT2LMHeadModel"]}
+    other = {**tiny.CONFIG, "architectures": ["BloomForCausalLM"]}
     (bad / "config.json").write_text(json.dumps(other))
     (bad / "tokenizer.json").write_text((good / "tokenizer.json").read_text())
     wrong = tmp_path / "wrong"
@@ -132,7 +132,7 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(tmp_path):
 
     reasons, names = asyncio.run(scenario())
     assert names == [NAME] and set(reasons) == {"bad", "wrong"}
-    assert "GPT2LMHeadModel" in reasons["bad"] and "max_num_seqs: 'no'" in reasons["wrong"]
+    assert "BloomForCausalLM" in reasons["bad"] and "max_num_seqs: 'no'" in reasons["wrong"]
 
 
 def test_made_up_weights_need_no_tokenizer(tmp_path):

@@ -50,6 +50,28 @@ def test_sizes_that_fp8_does_not_take_are_told(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_experts_count_their_tokens(tmp_path, dtype):
+    config = tiny.OTHERS["experts"]
+    tiny.write_folder(tmp_path, **config)
+    engine, _ = load(tiny.settings_of(tmp_path, dtype=dtype))
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    engine.add(GenerateRequest(1, [3, 1, 4], params))
+    loads = [engine.take_expert_load()]
+    while not engine.is_idle:
+        engine.step()
+        loads.append(engine.take_expert_load())
+    # Six tokens have each two experts in both layers; nothing is read while the engine is busy.
+    assert [bool(each) for each in loads].count(True) == 2 and sum(loads[-1]) == 6 * 2 * 2
+    assert len(loads[-1]) == 4
+
+
+def test_fp8_is_not_for_experts(tmp_path):
+    tiny.write_folder(tmp_path, **{**tiny.OTHERS["experts"], **EVEN})
+    with pytest.raises(ConfigError, match="dtype fp8: not for mixtures of experts; expected bf"):
+        load(tiny.settings_of(tmp_path, dtype="fp8"))
+
+
 @pytest.mark.parametrize("config", [tiny.CONFIG, tiny.QWEN3], ids=["tied", "with a head"])
 def test_int8_takes_any_size(tmp_path, config):
     weights = tiny.write_folder(tmp_path, **config)

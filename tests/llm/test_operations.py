@@ -17,8 +17,10 @@ from penstock.llm.sampling import STEPS, sample  # noqa: E402
 from penstock.sampling_params import SamplingParams  # noqa: E402
 
 
-def test_every_token_sees_its_sequence_up_to_itself():
-    case = a_case([(30, 30), (17, 1), (0, 1), (9, 4)], 3, 2, 16, 4, torch.float32)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (12, 2.0)])
+def test_every_token_sees_its_sequence_up_to_itself(window, cap):
+    sequences = [(30, 30), (17, 1), (0, 1), (9, 4)]
+    case = a_case(sequences, 3, 2, 16, 4, torch.float32, window=window, cap=cap)
     found = operations.attend(case.queries, case.paged, Places(case.batch_table, 0, 1, case.lines))
     torch.testing.assert_close(found, plain(case), atol=1e-5, rtol=0)
 

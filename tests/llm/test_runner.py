@@ -58,6 +58,31 @@ def test_one_sequence_continues_as_by_hand(tmp_path, config):
     assert sequence.tokens[9:] == model.wanted([3, 1, 4, 1, 5, 9, 2, 6, 5], 12)
 
 
+@pytest.mark.parametrize("is_exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("config", tiny.OTHERS.values(), ids=tiny.OTHERS)
+def test_other_layers_continue_as_alone(tmp_path, config, is_exact):
+    """Beyond their windows, some of them beside others of other lengths."""
+    decoder = tiny.decoder_of(tmp_path, config)
+    cache = Cache(decoder.shape, 64, SIZE, "cpu", torch.float32, is_exact=is_exact)
+    runner, scheduler = (
+        CpuRunner(decoder, cache),
+        Scheduler(BlockPool(64, SIZE), StepLimits(4, 7, 128)),
+    )
+    chance = random.Random(1)
+    prompts = [[chance.randrange(50) for _ in range(length)] for length in (1, 5, 8, 16, 21)]
+    sequences = [
+        Sequence(n, list(prompt), replace(GREEDY, max_tokens=14), float(n))
+        for n, prompt in enumerate(prompts)
+    ]
+    for each in sequences:
+        scheduler.add(each)
+    while any(each.state != "ended" for each in sequences):
+        step = scheduler.plan()
+        scheduler.commit(step, runner.run(step).tokens)
+    for prompt, each in zip(prompts, sequences, strict=True):
+        assert each.tokens[len(prompt) :] == tiny.continued_alone(decoder, prompt, 14)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_many_together_continue_as_alone(tmp_path, config, seed):
     """With prompts in chunks, blocks that others have computed, and some that must begin again."""

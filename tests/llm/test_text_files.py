@@ -7,6 +7,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+import pieces  # noqa: E402
 from test_text import TEMPLATE  # noqa: E402
 from tiny_text import SAMPLE, SPECIAL, TOKENIZER  # noqa: E402
 
@@ -65,6 +66,32 @@ class TestFolder:
         text = of_folder(tmp_path)
         assert not text.template and text.stop_tokens == frozenset()
 
+    @pytest.mark.parametrize("begins", [None, False])
+    def test_older_forms_are_read_without_it(self, tmp_path, begins):
+        settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": begins}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tmp_path / "tokenizer.model").write_bytes(pieces.model_file())
+        text, sample = of_folder(tmp_path), "the cat"
+        begin = [1] if begins is None else []
+        assert text.encode(sample) == begin + pieces.by_hand(sample, True)
+        assert text.stop_tokens == {2}
+
+    @pytest.mark.parametrize("begins", [True, False])
+    def test_words_and_merges(self, tmp_path, begins):
+        settings = {"bos_token": "<|end|>", "eos_token": "<|end|>", "add_bos_token": begins}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        model = json.loads(TOKENIZER.to_str())["model"]
+        (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+        lines = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+        (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]))
+        text = of_folder(tmp_path)
+        for sample in SAMPLE:
+            assert text.encode(sample) == [0] * begins + TOKENIZER.encode(sample).ids
+        (tmp_path / "merges.txt").unlink()
+        with pytest.raises(ConfigError, match=r"vocab\.json, merges\.txt: cannot be read"):
+            of_folder(tmp_path)
+
     def test_what_is_missing_or_broken_is_named(self, tmp_path):
         with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
             of_folder(tmp_path)
@@ -118,7 +145,19 @@ class TestGguf:
         assert text.encode("a", is_whole=False)[0] != 1
 
     def test_a_tokenizer_of_another_kind_is_refused(self):
-        with pytest.raises(ConfigError, match="tokenizer 'llama' with 'default' is not read"):
-            of_gguf({"tokenizer.ggml.model": "llama"})
+        with pytest.raises(ConfigError, match="tokenizer 'bert' with 'default' is not read"):
+            of_gguf({"tokenizer.ggml.model": "bert"})
         with pytest.raises(ConfigError, match="with 'strange' is not read"):
             of_gguf(metadata_of("strange"))
+
+    @pytest.mark.parametrize("has_prefix", [True, False])
+    def test_one_of_sentencepiece(self, has_prefix):
+        metadata = pieces.gguf_metadata(has_prefix)
+        text = of_gguf(metadata)
+        for each in pieces.TEXTS:
+            assert text.encode(each, is_whole=False) == pieces.by_hand(each, has_prefix)
+            assert text.encode(each) == [1, *pieces.by_hand(each, has_prefix)]
+        assert text.stop_tokens == {2}
+        del metadata["tokenizer.ggml.scores"]
+        with pytest.raises(ConfigError, match="0 scores and .* types of tokens; expected as many"):
+            of_gguf(metadata)

@@ -233,6 +233,17 @@ class TestEngine:
         metrics.loaded(a_ready(max_length=1000))
         assert metrics.prompt_tokens.bounds[-1] == 1000.0
 
+    def test_tokens_of_experts_are_added_up(self, model, metrics):
+        assert "penstock:expert_tokens" not in scraped(model)
+        for tokens in ((3, 0, 1), (), (1, 1, 0)):
+            metrics.step(a_step(expert_tokens=tokens), 1.0)
+        found = scraped(model)["penstock:expert_tokens"]
+        for number, num in enumerate((4, 1, 1)):
+            assert values(found, expert=f"{number}") == {"expert_tokens_total": num}
+        shard = decode_record(model.record_others())
+        metrics.add([shard])
+        assert metrics.expert_tokens == [8, 2, 2]
+
     def test_waits_come_with_steps(self, metrics):
         metrics.step(a_step(waits_s=(0.1, 0.4)), 1.0)
         assert metrics.queue_s.count == 2 and metrics.queue_s.total == pytest.approx(0.5)

@@ -1,6 +1,7 @@
 """Evaluators of candidates, with all the time there is unless a budget says otherwise."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from penstock.optimizer.evaluator import Evaluator
@@ -8,6 +9,7 @@ from penstock.optimizer.examples import Examples
 from penstock.optimizer.findings import Findings
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
+from penstock.optimizer.measured_ensemble import MeasuredEnsemble
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.run_context import RunContext
@@ -30,11 +32,11 @@ def made_evaluator(
     examples: Examples,
     journal: Journal,
     budget: TimeBudget | None = None,
+    ensemble: MeasuredEnsemble | None = None,
 ) -> Evaluator:
     is_on_gpu = subject.build.config.uses_gpu
     budget = budget or TimeBudget(
         plan, Findings(), time.monotonic, time.monotonic(), is_on_gpu=is_on_gpu
     )
-    return Evaluator(
-        RunContext(plan, machine, subject, examples, journal, budget, lambda doing: None)
-    )
+    run = RunContext(plan, machine, subject, examples, journal, budget, lambda doing: None)
+    return Evaluator(replace(run, ensemble=ensemble))

@@ -83,6 +83,7 @@ class MadeLab:
         self.served_problems: dict[str, str] = {}
         self.budget = "score drop <= 1 %"
         self.samples = SimpleNamespace(text="")
+        self.ensemble = None
         self.journal = SimpleNamespace(path=Path("work/journal.jsonl"))
         self.original = Build(Candidate(), Path("m"), a_config())
         self.rows = [{}] * 7

@@ -15,7 +15,7 @@ from penstock.config import Postprocess, Preprocess
 from penstock.optimizer import served, served_figures
 from penstock.optimizer.machine import Conditions
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import ServedMeasurement, TermVerdict
+from penstock.optimizer.results import MemberTime, ServedMeasurement, TermVerdict
 from penstock.slo import parse
 
 NAN = Interval(math.nan, math.nan, math.nan)
@@ -32,6 +32,16 @@ class TestMemory:
 
     def test_of_others_is_the_host_s(self):
         assert served_figures.ServedAccount(a_config(), [], [], 500).promised_bytes == 500
+
+
+def test_times_of_members_are_means_of_a_request_to_the_ensemble() -> None:
+    """A member that answered nothing has no time; one may be asked several times."""
+    crops = Counters(30, 0, 30, 5, 0, 60_000_000, 3_000_000, 27_000_000, 0)
+    idle = Counters(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    whole = Counters(10, 0, 10, 0, 0, 0, 0, 0, 0, members={"crops": crops, "idle": idle})
+    found = served_figures.members([whole, whole])
+    assert found == {"crops": MemberTime(0.006, 0.003, 3.0)}
+    assert served_figures.members([crops]) == {}
 
 
 class TestPhases:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from optimizer import made_optimizations as made
 
-from penstock.optimizer.results import Optimization, Phase
+from penstock.optimizer.results import MemberTime, Optimization, Phase
 from penstock.report import figures, optimize_figures, plots
 from penstock.report.optimize_figures import (
     front_of,
@@ -187,6 +187,25 @@ def test_the_time_of_a_request_is_drawn_by_phase() -> None:
     drawn = figure("phases", found)
     assert drawn.x.title == "share, %"
     assert drawn.marks[-1].name == "decrypt"
+
+
+def test_the_time_of_each_member_is_drawn_before_and_after() -> None:
+    found = made.kept()
+    assert "members" not in optimize_figures.plots_of(found)
+    found.member = "net"
+    assert optimize_figures.plots_of(found)["members"] is None
+    assert found.before is not None and found.after is not None
+    found.before.members = {
+        "parse": MemberTime(0.001, 0.002, 1.0),
+        "net": MemberTime(0.001, 0.008, 1.0),
+    }
+    found.after.members = {
+        "parse": MemberTime(0.001, 0.002, 1.0),
+        "net": MemberTime(0.0, 0.002, 1.0),
+    }
+    marks = {mark.name: lengths(mark) for mark in figure("members", found).marks}
+    assert list(marks) == ["parse: queue", "parse: compute", "net: queue", "net: compute"]
+    assert marks["net: compute"] == pytest.approx([8.0, 2.0])
 
 
 def test_rates_of_a_language_model_are_drawn_against_first_tokens_and_the_others() -> None:

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from penstock.config import LoadPermissions
-from penstock.errors import InvalidRequest, NotAllowed
+from penstock.errors import BackendFailed, InvalidRequest, NotAllowed
 from penstock.repository import load_request, pbtxt
 from penstock.repository.load_request import check_name, check_settings, parse
 
@@ -53,7 +53,6 @@ def test_files_are_kept_by_their_path_below_the_model():
         ("file:1/a\n.onnx", "is not allowed"),
         ("file:1/a\\b.onnx", "is not allowed"),
         ("file:1/-rf.onnx", "is not allowed"),
-        ("file:1/" + "a" * 256 + ".onnx", "is not allowed"),
         ("file:1/" + "a/" * 9 + "b.onnx", "more than 8 folders"),
         ("file:1/config.pbtxt", "cannot be sent"),
         ("file:1/manifest.json", "cannot be sent"),
@@ -64,6 +63,13 @@ def test_names_that_are_not_files_of_a_version_are_refused(name, why):
     with pytest.raises(InvalidRequest, match="parameter") as refused:
         parse(ONNX, {name: b""}, ALL)
     assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["file:" + "A" * 256, "file:1/" + "ä" * 128 + "/model.onnx"])
+def test_names_that_no_file_system_takes_fail_as_in_triton(name):
+    for allowed in (LoadPermissions(), ALL):
+        with pytest.raises(BackendFailed, match="^failed to poll from model repository: 'file:"):
+            parse(ONNX, {name: b""}, allowed)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from doubles import Puppets, RecordingSink, settle
 from shard_server import ECHO, Server, Session, run
+from waiting import until
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import BackendFailed, NotFound, NotReady, Overloaded, Quarantined
@@ -85,6 +86,7 @@ def test_load_time_is_that_until_all_workers_are_warm(num_shards: int):
         shards = Shards(num_shards) if num_shards > 1 else None
         catalog = Catalog(puppets, shards=shards)
         loading = asyncio.ensure_future(catalog.load(RepositoryScan([ECHO], {})))
+        await until(lambda: puppets.alive)
         await asyncio.sleep(0.05)
         assert not loading.done(), "no worker has done anything"
         while not loading.done():

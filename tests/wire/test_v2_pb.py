@@ -167,7 +167,10 @@ def test_fields_that_we_do_not_know_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("wire", "words"),
     [
-        (message(tensor("x", fp32_contents=[1, 2]), raw=(RAW,)), "input 'x': contents field must"),
+        (
+            message(tensor("x", fp32_contents=[1, 2]), raw=(RAW,)),
+            "contents field must not be specified when using raw_input_contents for 'x' for model",
+        ),
         (message(raw=(RAW,)), "expected 0 raw_input_contents, one for each input, got 1"),
         (message(tensor("x"), tensor("y"), raw=(RAW,)), "got 1: input 'y' has none"),
         (message(tensor("x"), raw=(RAW, RAW)), "expected 1 raw_input_contents"),
@@ -194,7 +197,7 @@ def test_fields_that_we_do_not_know_are_ignored() -> None:
         ),
         (
             message(tensor("x"), tensor("y", fp32_contents=[1, 2]), raw=(RAW, RAW)),
-            "input 'y': contents field must",
+            "raw_input_contents for 'y' for model",
         ),
         (message(tensor("x", "FP16", fp32_contents=[1, 2])), "FP16 has no typed contents"),
         (message(tensor("x", "BF16", fp32_contents=[1, 2])), "BF16 has no typed contents"),

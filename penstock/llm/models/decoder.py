@@ -1,27 +1,28 @@
-"""The decoder of all families: pre-norm layers of attention and SwiGLU.
+"""The decoder of all families: embeddings, layers, a norm and the output head.
 
 It computes hidden states of the concatenated tokens of any sequences; `Attend` knows which tokens
-see each other, and stores keys and values. `weights` makes the layers.
+see each other, and stores keys and values. The family's kind of layers has the rest.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.llm.models.rope import Rope, widen
 from penstock.llm.models.shape import DecoderShape
 from penstock.llm.models.weights import (
     EMBEDDINGS,
     HEAD,
+    LAYERS,
     LINEARS,
     NORM,
-    DecoderLayer,
+    POSITIONS,
     Weights,
-    make_layer,
-    make_rope_table,
 )
 from penstock.llm.settings import ON_CPUS
 
@@ -48,31 +49,44 @@ class Decoder:
         # Whether activations are rounded to fewer bits than FP32.
         self.rounds = bool(quantised) or dtype != torch.float32
 
-        def place(*names: str) -> Tensor:
-            parts = [weights(name).to(self.device, dtype) for name in names]
+        def place(*names: str, is_wide: bool = False) -> Tensor:
+            kept = torch.float32 if is_wide else dtype
+            parts = [weights(name).to(self.device, kept) for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         self.embeddings = place(EMBEDDINGS)
-        linear = LINEARS[quantised]
+        self._positions = place(POSITIONS) if shape.has_positions else None
+        # Rounded as in training.
+        self._factor = float(torch.tensor(shape.embedding_factor, dtype=dtype))
+        linear, kind = LINEARS[quantised], shape.layer
         self.layers = [
-            make_layer(shape, f"model.layers.{n}", place, linear) for n in range(shape.num_layers)
+            kind.make(shape, f"{LAYERS}.{n}", place, linear) for n in range(shape.num_layers)
         ]
-        self.norm = place(NORM)
+        self.norm = kind.norm(shape, NORM, place)
         head = self.embeddings if shape.is_tied else place(HEAD)
         is_packed = quantised in ON_CPUS
         self._logits = LINEARS["int8" if is_packed else ""](head, None)
         # Packed weights replace the original ones.
         self._head = None if is_packed else head
-        self.rope_table = make_rope_table(shape).to(self.device)
+        ropes = [shape.rope_of_layer(number) for number in range(shape.num_layers)]
+        self._rope_tables = {each: self._table(each) for each in set(ropes)}
+        # Of each layer.
+        self.rope_tables = [self._rope_tables[each] for each in ropes]
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the final hidden states, [tokens, width], after the last RMSNorm."""
-        x = F.embedding(tokens, self.embeddings)
-        rope_table = widen(self.rope_table[positions])
+        """Return the final hidden states, [tokens, width], after the last norm."""
+        x = self.embed(tokens, positions)
+        rows = {each: widen(table[positions]) for each, table in self._rope_tables.items()}
         for number, layer in enumerate(self.layers):
-            x = x + self._attended(number, layer, x, rope_table, attend)
-            x = x + self._fed(layer, x)
-        return self._norm(x, self.norm)
+            own = rows[self.shape.rope_of_layer(number)]
+            x = layer(x, own, partial(attend, number))
+        return self.norm(x)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.embeddings)
+        if self._positions is not None:
+            x = x + self._positions[positions]
+        return x if self._factor == 1 else x * self._factor
 
     @property
     def head(self) -> Tensor:
@@ -81,47 +95,12 @@ class Decoder:
         return self._head
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._logits(hidden)
+        return self.cap(self._logits(hidden))
 
-    def _attended(
-        self, number: int, layer: DecoderLayer, x: Tensor, rope_table: Tensor, attend: Attend
-    ) -> Tensor:
-        shape = self.shape
-        heads = layer.qkv(self._norm(x, layer.first_norm))
-        heads = heads.unflatten(1, (-1, shape.head_size))
-        sizes = [shape.num_heads, shape.num_kv_heads]
-        both, values = heads.split([sum(sizes), shape.num_kv_heads], 1)
-        if layer.head_norms is not None:
-            parts = zip(both.split(sizes, 1), layer.head_norms, strict=True)
-            both = torch.cat([self._norm(part, norm) for part, norm in parts], 1)
-        queries, keys = rope(both, rope_table).split(sizes, 1)
-        mixed = attend(number, queries, keys, values)
-        return layer.out(mixed.flatten(1))
+    def cap(self, logits: Tensor) -> Tensor:
+        """Cap what the output head returns, in place."""
+        cap = self.shape.logit_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _fed(self, layer: DecoderLayer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._norm(x, layer.last_norm)).chunk(2, 1)
-        return layer.down(F.silu(gate).mul_(up))
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.shape.epsilon)
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Apply RMSNorm in FP32, as the models were trained."""
-    wide = x.float()
-    wide = wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return weight * wide.to(x.dtype)
-
-
-def widen(rope_table: Tensor) -> Tensor:
-    """Expand rows of the RoPE table from half heads to whole heads, once for all layers."""
-    cosines, sines = rope_table.unbind(1)
-    wide = torch.cat([cosines, cosines, -sines, sines], 1)
-    return wide.unflatten(1, (2, -1))
-
-
-def rope(heads: Tensor, wide_table: Tensor) -> Tensor:
-    """Apply RoPE to [tokens, heads, size]; the two halves of a head form the pairs."""
-    wide = heads.float()
-    found = wide * wide_table[:, :1] + wide.roll(heads.shape[2] // 2, 2) * wide_table[:, 1:]
-    return found.to(heads.dtype)
+    def _table(self, rope: Rope) -> Tensor:
+        return rope.table(self.shape.head_size, self.shape.max_length).to(self.device)

@@ -8,7 +8,7 @@ import tiny_llm as tiny  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
-from penstock.llm.models.decoder import Decoder, rope, widen  # noqa: E402
+from penstock.llm.models.decoder import Decoder  # noqa: E402
 from penstock.llm.models.weights import weight_sizes  # noqa: E402
 
 
@@ -47,12 +47,6 @@ def test_products_may_have_a_bias(tmp_path):
     moved[name] = weights[name] + 1
     decoder = Decoder(open_checkpoint(tmp_path).shape, moved.__getitem__, "cpu", torch.float32)
     assert not torch.allclose(decoder.hidden(tokens, torch.arange(3), attend), found)
-
-
-def test_positions_turn_pairs_by_their_angle_and_keep_lengths():
-    turns = torch.tensor([[[0.0], [1.0]], [[1.0], [0.0]]])
-    heads = torch.tensor([[[3.0, 4.0]], [[3.0, 4.0]]])
-    assert rope(heads, widen(turns)).tolist() == [[[-4.0, 3.0]], [[3.0, 4.0]]]
 
 
 def test_every_weight_has_a_size(tmp_path):
