@@ -39,6 +39,8 @@ LOGS = ROOT / ".bench" / "ray-checks"
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 400
 NUM_LINES = 40
+# How lines with figures begin; Ray writes its own, indented too.
+FIGURE = "  > "
 LIGHT = {"ray_actor_options": {"num_cpus": 0.1}}
 PACE = "/v2/models/pace/infer"
 STORE_BYTES = 100 << 20
@@ -540,7 +542,7 @@ CHECKS: dict[str, Callable[[], Iterator[str]]] = {
 def run_one(title: str) -> None:
     """Run a check in this process, and print its figures."""
     for line in CHECKS[title]():
-        print(f"  {line}", flush=True)
+        print(f"{FIGURE}{line}", flush=True)
 
 
 def run_apart(title: str) -> bool:
@@ -561,8 +563,8 @@ def run_apart(title: str) -> bool:
     state = "ok" if code == 0 else "FAILED"
     print(f"{state:7} {title} ({time.monotonic() - began:.0f} s)")
     for line in lines if code == 0 else lines[-NUM_LINES:]:
-        if code or line.startswith("  "):
-            print(f"        {line.strip()}")
+        if code or line.startswith(FIGURE):
+            print(f"        {line.removeprefix(FIGURE).strip()}")
     sys.stdout.flush()
     return code == 0
 

@@ -29,10 +29,12 @@ from penstock.errors import CommandLineError, ConfigError
 from penstock.export import helm, kserve, kubernetes, workload
 from penstock.export.names import (
     image_problem,
+    label_problem,
     name_problem,
     namespace_problem,
     object_problem,
     parse_memory,
+    resource_problem,
 )
 from penstock.export.settings import (
     KEYS_FILE,
@@ -216,6 +218,8 @@ def _settings(
         limits = f"{options.min_replicas} and --max-replicas {options.max_replicas}"
         problems.append(f"--min-replicas {limits} contradict each other")
     problems += _name_problems(options, namespace)
+    if problem := resource_problem(options.gpu_resource):
+        problems.append(f"--gpu-resource: {problem}")
     if options.insecure and options.keys_secret:
         problems.append("--insecure and --keys-secret contradict each other; leave one of them out")
     if problem := _url_problem(options.prometheus_url):
@@ -260,6 +264,10 @@ def _name_problems(options: ClusterOptions, namespace: str) -> list[str]:
 def _size(found: Workload, options: ClusterOptions, problems: list[str]) -> Sizing | None:
     try:
         memory = parse_memory(options.memory) if options.memory else None
+    except ConfigError as error:
+        problems.append(f"--memory: {error}")
+        return None
+    try:
         given = SizeOverrides(
             options.cpu, memory, options.gpus, options.gpu_resource, options.queue_depth
         )
@@ -273,7 +281,10 @@ def _labels(flag: str, texts: Sequence[str], problems: list[str]) -> tuple[tuple
     found = [LABEL.fullmatch(text) for text in texts]
     pairs = zip(texts, found, strict=True)
     problems += [f"{flag} {text}: expected KEY=VALUE" for text, each in pairs if each is None]
-    return tuple((each["key"], each["value"]) for each in found if each is not None)
+    labels = [(each["key"], each["value"]) for each in found if each is not None]
+    told = [label_problem(*label) for label in labels]
+    problems += [f"{flag}: {problem}" for problem in told if problem]
+    return tuple(labels)
 
 
 def _secret_command(settings: ClusterSettings) -> list[str]:

@@ -190,8 +190,8 @@ class PromoteKeywords(TypedDict, total=False):
     hash_header: str
     shadow: bool
     agreement: str
-    step_s: float
-    mirrored_per_s: float
+    step_s: float | None
+    mirrored_per_s: float | None
     api_key: str
 
 

@@ -61,15 +61,15 @@ class PromoteOptions:
         "Lower it for a model that was trained again and is to answer differently.",
         **text("PERCENT", "from the evidence, or 95%"),
     )
-    step_s: float = rollout_flag(
+    step_s: float | None = rollout_flag(
         "Shortest time of a step in seconds",
         "Raise it if some requests come only at certain times of the day.",
-        **number(0.0, "SECONDS", 0, default="60"),
+        **number(None, "SECONDS", 0.001, default="60"),
     )
-    mirrored_per_s: float = rollout_flag(
+    mirrored_per_s: float | None = rollout_flag(
         "Most requests per second that run in both versions",
         "Lower it if the machine has no capacity to spare.",
-        **number(0.0, "NUMBER", 0, default="10, with --shadow 50"),
+        **number(None, "NUMBER", 0.001, default="10, with --shadow 50"),
     )
     api_key: str = server_flag(
         "API key with the scope 'admin'",

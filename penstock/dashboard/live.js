@@ -54,7 +54,8 @@ async function listen() {
   } catch (error) {
     if (own.signal.aborted) return;
     if (isKeyProblem(error)) return askForKey("The key holds characters that no key has.");
-    retry(error.message);
+    // fetch says "Failed to fetch" when nobody answers.
+    retry(error instanceof TypeError ? "the server does not answer" : error.message);
   }
 }
 
@@ -78,9 +79,16 @@ async function read(reader) {
 function retry(problem) {
   byId("stream").textContent = "reconnecting";
   byId("stream").className = "chip bad";
-  if (attempt > 1) complain(`No figures: ${problem}`);
+  showAge(true);
+  if (attempt > 1) complain(`No new figures: ${problem}.`);
   setTimeout(listen, RETRY_MS[Math.min(attempt, RETRY_MS.length - 1)]);
   attempt += 1;
+}
+
+// Figures of a server that does not answer stay, but do not look like those of now.
+function showAge(isOld) {
+  byId("live").classList.toggle("old", isOld);
+  if (isOld) byId("state").hidden = true;
 }
 
 function askForKey(problem) {
@@ -98,6 +106,7 @@ function begin(event) {
   byId("stream").textContent = "live";
   byId("stream").className = "chip good";
   byId("live").hidden = false;
+  showAge(false);
   complain("");
   if (start.needs_key) byId("key-text").textContent = "The key is kept in this page's memory only.";
   showRepository();

@@ -23,6 +23,12 @@ IMAGE = re.compile(
     rf"(({HOST}(\.{HOST})*|\[[0-9a-fA-F:]+\])(:[0-9]+)?/)?{PART}(/{PART})*(:{TAG})?(@{DIGITS})?",
     re.ASCII,
 )
+# Resources of nodes and keys of labels: a domain, and a name of at most 63 characters.
+WORD = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
+DOMAIN = OBJECT.pattern
+RESOURCE = re.compile(rf"({DOMAIN})/{WORD}", re.ASCII)
+LABEL_KEY = re.compile(rf"(({DOMAIN})/)?{WORD}", re.ASCII)
+LABEL_VALUE = re.compile(rf"({WORD})?", re.ASCII)
 NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 DIGEST = 6
 MEBIBYTE = 1 << 20
@@ -83,6 +89,22 @@ def image_problem(image: str) -> str:
     return f"{image!r} is not an image; expected one like registry.example.com/penstock:0.1.0"
 
 
+def resource_problem(name: str) -> str:
+    """Return what is wrong with the name of a device's resource; empty if nothing is."""
+    if RESOURCE.fullmatch(name) and len(name) <= MAX_OBJECT:
+        return ""
+    return f"{name!r} is not a resource of Kubernetes; expected one like nvidia.com/gpu"
+
+
+def label_problem(key: str, value: str) -> str:
+    """Return what is wrong with a label; empty if nothing is."""
+    for text, rule in ((key, LABEL_KEY), (value, LABEL_VALUE)):
+        if not rule.fullmatch(text) or len(text) > MAX_OBJECT:
+            letters = "letters, digits, -, _ and ., a letter or digit first and last"
+            return f"{text!r} is not part of a label of Kubernetes (at most 63 {letters})"
+    return ""
+
+
 def memory_quantity(num_bytes: int) -> str:
     """Return a whole number of mebibytes or gibibytes, rounded up."""
     mebibytes = -(-num_bytes // MEBIBYTE)
@@ -94,5 +116,5 @@ def parse_memory(text: str) -> int:
     found = QUANTITY.fullmatch(text.strip())
     num_bytes = 0 if found is None else round(float(found[1]) * SUFFIXES[found[2]])
     if not num_bytes:
-        raise ConfigError(f"{text!r} is not an amount of memory; expected e.g. 512Mi or 2Gi")
+        raise ConfigError(f"{text!r} is not an amount of memory; expected one like 512Mi or 2Gi")
     return num_bytes

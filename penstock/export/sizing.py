@@ -118,6 +118,7 @@ def size(models: Sequence[ModelNeeds], given: SizeOverrides) -> Sizing:
 
 def _cpu(models: Sequence[ModelNeeds], given: SizeOverrides, notes: list[str]) -> int:
     if given.cpu is not None:
+        notes.append(f"cpu: {given.cpu}, as given")
         return given.cpu
     # Clients use one version of a model at a time.
     by_name: dict[str, int] = {}
@@ -133,6 +134,7 @@ def _cpu(models: Sequence[ModelNeeds], given: SizeOverrides, notes: list[str]) -
 
 def _memory(models: Sequence[ModelNeeds], given: SizeOverrides, notes: list[str]) -> int:
     if given.memory_bytes is not None:
+        notes.append(f"memory: {units.size(given.memory_bytes)}, as given")
         return given.memory_bytes
     total, parts = float(SERVER_BYTES), [f"the server {units.size(SERVER_BYTES)}"]
     for each in models:
@@ -162,6 +164,9 @@ def _gpus(models: Sequence[ModelNeeds], given: SizeOverrides, notes: list[str]) 
     if gpus < found:
         asking = next(each.label for each in models if each.num_gpus == found)
         raise ConfigError(f"--gpus {gpus}: {asking} needs {found}, by its instance_group")
+    if gpus:
+        why = "by the models' instance_group" if given.gpus is None else "as given"
+        notes.append(f"GPUs: {gpus} of {given.gpu_resource}, {why}")
     measured = sum(each.gpu_memory_bytes or 0 for each in models)
     if not gpus or not measured:
         return gpus
@@ -191,6 +196,7 @@ def _check_slices(models: Sequence[ModelNeeds], resource: str, gpus: int, measur
 def _queue_depth(models: Sequence[ModelNeeds], given: SizeOverrides, notes: list[str]) -> int:
     """Return the depth of the model that tolerates the shortest queue."""
     if given.queue_depth is not None:
+        notes.append(f"queue depth per replica: {given.queue_depth}, as given")
         return given.queue_depth
     depth, why = min(map(_queue_depth_of, models))
     notes.append(f"queue depth per replica: {depth}, {why}")

@@ -53,7 +53,7 @@ def find_path(root: Path, name: str) -> Path:
     there = layout.names(root)
     if name not in there:
         known = layout.listed(there)
-        raise NotFound(f"no such model: '{name}' is not in {root}; there: {known}")
+        raise NotFound(f"no such model: '{name}' is not in the repository; there: {known}")
     return root / name
 
 

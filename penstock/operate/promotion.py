@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import units
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidRequest
 from penstock.optimizer.machine import Machine
 from penstock.repository import history, versions
 from penstock.repository import manifest as manifests
@@ -27,6 +27,8 @@ from penstock.repository.versions import AnyPath
 
 # Keys of `HistoryEvent.figures`.
 PROBLEMS, WARNINGS, FORCE = "problems", "warnings", "force"
+# Characters of a reason in the history.
+MAX_REASON = 1000
 ADVICE = (
     "not promoted; measure the version on this machine with penstock optimize, or give "
     "--force REASON to promote it as it is, which the history records"
@@ -35,11 +37,18 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class Grounds:
-    """Actor and reason of a change; `force` is why problems of the evidence are overridden."""
+    """Actor and reason of a change; `force` is why problems of the evidence are overridden. Both
+    texts are limited, as every reader of the history gets them."""
 
     actor: str = ""
     reason: str = ""
     force: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("reason", "force"):
+            if (length := len(getattr(self, name))) > MAX_REASON:
+                problem = f"{name}: {length} characters are too many; expected at most {MAX_REASON}"
+                raise InvalidRequest(problem, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +114,7 @@ def prepare_rollback(root: AnyPath, name: str, grounds: Grounds) -> Change:
     served = versions.served_versions(folder)
     target = history.rollback_target(history.read(folder), served)
     now = ", ".join(served)
-    choose = f"choose a version: penstock repo promote {root} {name} VERSION"
+    choose = "choose a version with penstock repo promote"
     if not target:
         reason = f"its history has no version that was served before {now}"
         raise ConfigError(f"{name}: cannot be rolled back: {reason}; {choose}")
@@ -132,8 +141,8 @@ def problems_of_evidence(manifest: Manifest | None, machine: Machine) -> list[st
     if outcome is None:
         problems.append("evidence.outcome is missing, so nothing says that the SLO was kept")
     elif outcome not in manifests.KEPT:
-        slo = evidence.get("slo", "")
-        problems.append(f"evidence.outcome is {outcome!r}: the SLO {slo} was not kept")
+        slo = f"the SLO {evidence['slo']}" if evidence.get("slo") else "its SLO"
+        problems.append(f"evidence.outcome is {outcome!r}: {slo} was not kept")
     try:
         measured = msgspec.convert(evidence.get("hardware"), Machine, strict=False)
     except msgspec.ValidationError as error:

@@ -123,7 +123,9 @@ def make_plan(given: Mapping[str, object], reason: str = "", force: str = "") ->
 
 
 def _number(given: Mapping[str, object], name: str, default: float) -> float:
-    value = given.get(name) or default
+    value = given.get(name)
+    if value is None:
+        return default
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InvalidRequest(f"{name}: {value!r}; expected a number above zero", name)
     return float(value)

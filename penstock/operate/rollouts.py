@@ -23,7 +23,7 @@ from penstock.llm import text_split
 from penstock.operate import model_folders, promotion
 from penstock.operate.ensemble_checks import check_ensembles
 from penstock.operate.off_loop import off_loop
-from penstock.operate.promotion import Change, Grounds
+from penstock.operate.promotion import Change, Grounds, cannot_write
 from penstock.operate.rollout_judge import RolloutJudge, RolloutVerdict
 from penstock.operate.rollout_measures import Batches, RolloutReading, since
 from penstock.operate.rollout_promise import RolloutPromise, find_promise
@@ -41,7 +41,7 @@ from penstock.operate.rollout_records import (
     unfinished,
 )
 from penstock.operate.rollout_state import Decision, RolloutPlan, RolloutState
-from penstock.repository import history, layout
+from penstock.repository import history, layout, staging
 from penstock.repository import manifest as manifests
 from penstock.repository.history import Cause, HistoryEvent
 from penstock.serving.catalog import Catalog
@@ -195,7 +195,7 @@ class Rollouts:
         kind = SHADOW if plan.mode == "shadow" else CANARY
         try:
             event = self._event(rollout, kind, describe_start(plan, promise))
-            await self._write(rollout, event)
+            await off_loop(partial(_write_start, change, folder, event))
             if not await self._catalog.split(name, rule):
                 raise InvalidRequest(f"{name}: {GONE}")
         except BaseException as error:
@@ -407,6 +407,16 @@ class Rollouts:
             text = "the history of %s cannot be written: %s"
             log.error(text, rollout.state.model, error.strerror, extra=labels_of(rollout.state))
         return event
+
+
+def _write_start(change: Change, folder: Path, event: HistoryEvent) -> None:
+    """Add the first event to the history. A repository that cannot be written could not be promoted
+    in the end, so nothing starts."""
+    try:
+        with staging.explain_full(str(folder / history.NAME)):
+            history.append(folder, event)
+    except OSError as error:
+        raise cannot_write(change.root, change.name, error) from None
 
 
 def _evidence(folder: Path) -> Mapping[str, object]:

@@ -88,7 +88,7 @@ class VersionActions:
         given, name = call.parameters, call.model_name
         self._check_changes()
         version, force = str(given["version"]), str(given.get("force", ""))
-        if any(given.get(field) for field in ROLLOUT_FIELDS):
+        if _asks_for_rollout(given):
             return _json(await self._start_rollout(call, version, force))
         if self._rollouts.is_running(name):
             advice = "wait for its end, or stop it first with a rollback"
@@ -195,6 +195,12 @@ class VersionActions:
             raise NotReady(SHUTTING_DOWN)
         if self._lifecycle.is_loading:
             raise NotReady("models are loading", retry_after_s=1.0)
+
+
+def _asks_for_rollout(given: Mapping[str, object]) -> bool:
+    values = [given.get(field) for field in ROLLOUT_FIELDS]
+    # 0 is a value that was given, and refused.
+    return any(value not in (None, "") and value is not False for value in values)
 
 
 def _history(root: Path, name: str) -> list[HistoryEvent]:

@@ -65,9 +65,16 @@ def _cells(row: VersionRow) -> list[Text]:
         Text(rate),
         Text(accuracy),
         Text(units.size(row.num_bytes) if row.version else ""),
-        Text(row.created[:10] or ("by hand" if row.version else "no versions")),
+        Text(row.created[:10] or _uncommitted(row)),
         _short(row.hardware),
     ]
+
+
+def _uncommitted(row: VersionRow) -> str:
+    """Return why a version has no date."""
+    if not row.version:
+        return "no versions"
+    return "" if row.problems else "by hand"
 
 
 def _state(row: VersionRow) -> str:

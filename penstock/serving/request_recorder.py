@@ -238,8 +238,8 @@ class Recorders:
         """Raise ConfigError if the model wants to be recorded and there is no folder for that."""
         if self.folder is None and config.record is not None and config.record.max_bytes:
             raise ConfigError(
-                "parameters.penstock.record: requests are recorded only where the operator gives "
-                "a folder: start the server with --record DIR, or remove the parameter"
+                "parameters.penstock.record*: requests are recorded only where the operator gives "
+                "a folder: start the server with --record DIR, or remove these parameters"
             )
 
     def open(self, config: ModelConfig, metrics: ModelMetrics) -> RequestRecorder | None:

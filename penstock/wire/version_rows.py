@@ -46,9 +46,9 @@ class PromoteBody(msgspec.Struct, forbid_unknown_fields=True):
     hash_header: str = ""
     # Least share of rows on which both versions agree, such as 95%; empty: from the evidence.
     agreement: str = ""
-    # Shortest time of a step in seconds, and most requests that run in both versions; 0: defaults.
-    step_s: float = 0.0
-    mirrored_per_s: float = 0.0
+    # Shortest time of a step in seconds, and most requests that run in both versions.
+    step_s: float | None = None
+    mirrored_per_s: float | None = None
 
 
 class RollbackBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -207,9 +207,14 @@ def test_a_server_of_a_single_model_has_no_other_versions(tab: Tab, server: Page
 def test_the_page_comes_back_when_the_stream_breaks(tab: Tab, server: PageServer) -> None:
     tab.open(f"{server.url}/dashboard")
     tab.wait("document.getElementById('stream').textContent === 'live'")
+    tab.wait("!document.getElementById('state').hidden")
     server.pages.feed.drop_all()
     tab.wait("document.getElementById('stream').textContent === 'reconnecting'")
+    # Nothing is known of the server meanwhile: its last figures must not look like those of now.
+    old = "document.getElementById('live').classList.contains('old')"
+    assert tab.run(f"{old} && document.getElementById('state').hidden")
     tab.wait("document.getElementById('stream').textContent === 'live'")
+    tab.wait(f"!{old} && !document.getElementById('state').hidden")
 
 
 @pytest.mark.slow

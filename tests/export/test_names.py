@@ -11,11 +11,13 @@ from penstock.export.names import (
     MAX_NAME,
     dns_name,
     image_problem,
+    label_problem,
     memory_quantity,
     name_problem,
     namespace_problem,
     object_problem,
     parse_memory,
+    resource_problem,
 )
 
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -129,5 +131,34 @@ def test_quantities_are_read(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "2GB", "-1Gi", "1e3", "lots", "512ki", "0.1"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not an amount of memory; expected e.g. 512Mi or 2Gi"):
+    with pytest.raises(ConfigError, match="is not an amount of memory; expected one like 512Mi"):
         parse_memory(text)
+
+
+@pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "amd.com/gpu"])
+def test_resources(name: str) -> None:
+    assert resource_problem(name) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["", "gpu", "nvidia.com/", "/gpu", "nvidia.com/g pu", "a/b/c", "A.com/gpu", "a/-b"]
+)
+def test_other_resources_are_refused(name: str) -> None:
+    told = f"{name!r} is not a resource of Kubernetes; expected one like nvidia.com/gpu"
+    assert resource_problem(name) == told
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gpu", "h100"), ("node.kubernetes.io/instance-type", "p5.48xlarge"), ("a/B_c", "")],
+)
+def test_labels(key: str, value: str) -> None:
+    assert label_problem(key, value) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wrong"),
+    [("-a", "b", "-a"), ("a/b/c", "d", "a/b/c"), ("a", "b-", "b-"), ("a", "x" * 64, "x" * 64)],
+)
+def test_other_labels_are_refused(key: str, value: str, wrong: str) -> None:
+    assert label_problem(key, value).startswith(f"{wrong!r} is not part of a label of Kubernetes")

@@ -64,7 +64,13 @@ def test_what_is_given_counts() -> None:
     found = size([MEASURED], given)
     assert (found.cpu, found.queue_depth) == (16, 5)
     assert found.resources["limits"] == {"cpu": "16", "memory": "3Gi", "nvidia.com/gpu": "2"}
-    assert found.notes == ("start-up: at most 630 s, from the models' load time-out",)
+    assert found.notes == (
+        "GPUs: 2 of nvidia.com/gpu, as given",
+        "cpu: 16, as given",
+        "memory: 3.00 GiB, as given",
+        "queue depth per replica: 5, as given",
+        "start-up: at most 630 s, from the models' load time-out",
+    )
 
 
 def test_gpus_of_the_models() -> None:

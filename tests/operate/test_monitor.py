@@ -205,6 +205,12 @@ def test_energy_is_divided_by_the_time_of_computing_and_by_answers(
         scene.pass_time(10)
         scene.monitor.divide(scene.monitor.read_joules(), scene.now)
         assert scene.scrape()["penstock_energy_joules"]["echo",] == 300.0
+        # It is a counter: what is used later is added.
+        scene.gpus = [GpuUse("gpu-0", energy_joules=9500.0)]
+        scene.metrics("echo").busy_s += 1.0
+        scene.pass_time(10)
+        scene.monitor.divide(scene.monitor.read_joules(), scene.now)
+        assert scene.scrape()["penstock_energy_joules"]["echo",] == 400.0
 
     play([ECHO, PLAIN], script)
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.errors import ConfigError, StorageFull
+from penstock.errors import ConfigError, InvalidRequest, StorageFull
 from penstock.operate import promotion
 from penstock.operate.promotion import Grounds
 from penstock.optimizer.machine import Machine
@@ -293,7 +293,9 @@ def test_a_rollback_needs_no_evidence(root: Path, commit: Commit) -> None:
 def test_without_a_promotion_there_is_no_way_back(root: Path, commit: Commit) -> None:
     commit()
     commit()
-    with pytest.raises(ConfigError, match="penstock repo promote .* model VERSION"):
+    with pytest.raises(
+        ConfigError, match="no version that was served before 2; choose a version with"
+    ):
         rollback(root)
 
 
@@ -328,3 +330,10 @@ def test_the_config_of_the_model_follows(root: Path, commit: Commit, tmp_path: P
     assert layout.read(root).configs[0].num_instances == 2
     rollback(root)
     assert layout.read(root).configs[0].num_instances == 1
+
+
+@pytest.mark.parametrize("name", ["reason", "force"])
+def test_reasons_have_a_limit(name: str) -> None:
+    assert getattr(Grounds(**{name: "x" * 1000}), name) == "x" * 1000
+    with pytest.raises(InvalidRequest, match=f"{name}: 1001 characters are too many.*at most 1000"):
+        Grounds(**{name: "x" * 1001})

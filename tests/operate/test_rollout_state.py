@@ -30,7 +30,7 @@ def test_a_shadow_stays_one_unless_it_has_steps() -> None:
 
 def test_empty_options_are_defaults() -> None:
     made = make_plan(
-        {"canary": "5%", "header": "", "hash_header": "X-User", "step_s": 0, "agreement": "90%"},
+        {"canary": "5%", "header": "", "hash_header": "X-User", "step_s": None, "agreement": "90%"},
         "a reason",
         "a force",
     )
@@ -54,6 +54,8 @@ def test_empty_options_are_defaults() -> None:
         ({"canary": "5%", "steps": "50%,3%"}, "steps: '50%,3%' has a share below the canary's"),
         ({"canary": "5%", "header": "a b"}, "header: 'a b' is not the name of a header"),
         ({"canary": "5%", "step_s": -1}, "step_s: -1; expected a number above zero"),
+        ({"canary": "5%", "step_s": 0}, "step_s: 0; expected a number above zero"),
+        ({"mirrored_per_s": 0.0}, "mirrored_per_s: 0.0; expected a number above zero"),
         ({"canary": "5%", "agreement": "100%"}, "agreement: '100%' leaves no rounding"),
         ({"canary": "5%", "agreement": "0.9"}, "agreement: '0.9' is not a share"),
         ({"canary": "5%", "mirrored_per_s": -1.0}, "mirrored_per_s: -1.0; expected a number"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from doubles import FakeClock, Puppets, RecordingSink, settle
 
-from penstock.errors import InvalidRequest, NotFound
+from penstock.errors import InvalidRequest, NotFound, StorageFull
 from penstock.operate import promotion
 from penstock.operate.promotion import Grounds
 from penstock.operate.rollout_judge import RolloutJudge, RolloutVerdict
@@ -449,6 +450,49 @@ def test_a_history_that_cannot_be_written_does_not_keep_others_from_their_ends(
         monkeypatch.setattr("penstock.repository.history.append", fail_first)
         await Rollouts(stage.catalog, stage.control).recover()
         assert "server restarted" in history.read(stage.root / "z")[-1].reason
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    "number, told, kind",
+    [
+        (30, "m: cannot be changed: .*Read-only file system", InvalidRequest),
+        (28, "No space left on device; free some space", StorageFull),
+    ],
+)
+def test_a_repository_that_cannot_be_written_starts_no_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, told: str, kind: type[Exception]
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+
+        def fail(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr("penstock.repository.history.append", fail)
+        with pytest.raises(kind, match=told):
+            await stage.start()
+        assert stage.rollouts.states() == {} and not stage.rollouts.is_running("m")
+        assert stage.catalog.versions("m") == ["1"]
+
+    run(tmp_path, scenario)
+
+
+def test_a_model_that_is_loaded_again_meanwhile_gets_no_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(stage: Stage) -> None:
+        add_version(stage.root, "2")
+
+        async def refuse(*_: object) -> bool:
+            return False
+
+        monkeypatch.setattr(stage.catalog, "split", refuse)
+        with pytest.raises(InvalidRequest, match="m: the model was loaded again or unloaded"):
+            await stage.start()
+        assert stage.rollouts.states() == {} and not stage.rollouts.is_running("m")
+        assert stage.kinds() == ["canary started", "rollout stopped"]
 
     run(tmp_path, scenario)
 

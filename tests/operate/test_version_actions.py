@@ -226,6 +226,16 @@ async def test_names_that_are_not_there_are_not_found(root: Path) -> None:
                 await ask(management, "promote", version=version)
 
 
+@pytest.mark.parametrize("field", ["step_s", "mirrored_per_s"])
+@in_loop
+async def test_a_zero_is_no_promotion_at_once(root: Path, field: str) -> None:
+    """It must mean neither the default nor a promotion of all requests."""
+    async with managed(root) as management:
+        with pytest.raises(InvalidRequest, match=f"{field}: 0.0; expected a number above zero"):
+            await ask(management, "promote", version="2", **{field: 0.0})
+    assert len(history.read(root / "model")) == 1
+
+
 @pytest.mark.parametrize(
     "field, value", [("canary", "5%"), ("shadow", True), ("steps", "5%"), ("header", "X-A")]
 )

@@ -53,6 +53,13 @@ def test_versions_have_their_figures() -> None:
     assert "llama" in third and "no versions" in third
 
 
+def test_a_version_that_cannot_be_read_was_not_made_by_hand() -> None:
+    row = VersionRow("digits", "3", is_served=False, problems=["3/manifest.json: cannot be read"])
+    shown = text_of(tables.show_versions([row]))
+    assert "unreadable" in shown and "by hand" not in shown
+    assert "digits: 3/manifest.json: cannot be read" in shown
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_narrow_terminals_have_a_line_for_each_version(width: int) -> None:
     lines = text_of(tables.show_versions(ROWS), width).splitlines()
