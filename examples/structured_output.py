@@ -75,7 +75,7 @@ def main() -> None:
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     print("a person:", json.dumps(person(client, args.model)))
     try:
-        print("the weather is asked for in:", city(client, args.model))
+        print("the weather is asked for in:", json.dumps(city(client, args.model)))
     except BadRequestError as error:
         print("no tools:", error)
 

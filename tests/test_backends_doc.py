@@ -30,7 +30,7 @@ def nodes(section: str) -> list[ast.AST]:
 def asked_for(section: str) -> set[str]:
     """Options that the code looks up by a name of its own."""
     # The engine takes the names of its options from the table, where they have their values.
-    shared = {key for key in parameters.VALUES if key != GPU_ENGINE}
+    shared = {key for key in parameters.VALUES if key not in (GPU_ENGINE, parameters.ON_DEMAND)}
     found = shared if section == "pytorch" else set()
     for node in nodes(section):
         if isinstance(node, ast.Constant) and re.fullmatch(r"penstock\.\w+", str(node.value)):

@@ -131,6 +131,7 @@ class OptimizeKeywords(TypedDict, total=False):
     accuracy: str
     out: PathText
     name: str
+    member: str
     device: str
     price: float | None
     data: PathText

@@ -33,6 +33,7 @@ class Commands(click.Group):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_examples(formatter, self.examples)
+        super().format_epilog(ctx, formatter)
 
     def main(
         self,

@@ -38,6 +38,7 @@ STATUSES = {
     403: "The API key lacks the scope, or the host or operation is not allowed",
     404: "There is no such model",
     405: "The path does not take this method",
+    409: "The model's code says that something exists already",
     413: "The body is too large",
     415: "The content encoding is not supported",
     422: "The request made a worker crash before and is not run again",
@@ -50,7 +51,7 @@ STATUSES = {
 }
 # Statuses of every route, then in addition by handler.
 ALWAYS = (400, 403, 405)
-RUNS_MODELS = (404, 413, 415, 422, 429, 500, 501, 503, 504)
+RUNS_MODELS = (404, 409, 413, 415, 422, 429, 500, 501, 503, 504)
 OF_HANDLERS = {
     **dict.fromkeys(("infer", "generate", "generate_stream"), RUNS_MODELS),
     **dict.fromkeys(("metadata", "model_ready", "config", "statistics", "explain"), (404, 503)),

@@ -21,8 +21,11 @@ from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_forms import AnswerChoice, TokenUsage
 from penstock.wire.openai_prompts import read_sampling_params
 
-# Parameters of Triton's backends that are not served; only empty values are accepted.
-UNSERVED = ("return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image")
+# Parameters of Triton's backends and of chats that are not served; only empty values are accepted.
+UNSERVED = (
+    "return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image",
+    "tools", "tool_choice", "parallel_tool_calls",
+)  # fmt: skip
 # Not in streams, whose events carry no token counts.
 WHOLE_ONLY = ("return_num_input_tokens", "return_num_output_tokens")
 NOTHING: tuple[object, ...] = (None, False, "", [], [""])

@@ -454,7 +454,7 @@ def item(
         ("floats", [item(), item()], [bytes(8)] * 2, "'x'"),
         ("floats", [item(), item("z")], [bytes(8)] * 2, "'z'"),
         ("floats", [item(), item("z")], [bytes(8)], "'z'"),
-        ("floats", [item(fp32_contents=[1, 2])], [bytes(8)], "input 'x'"),
+        ("floats", [item(fp32_contents=[1, 2])], [bytes(8)], "contents for 'x'"),
         ("floats", [item(fp32_contents=[1, 2, 3])], [], "input 'x'"),
         ("floats", [item(shape=(-1, 2))], [bytes(8)], "input 'x'"),
         ("floats", [item(shape=(1, -2))], [bytes(8)], "input 'x'"),
@@ -531,8 +531,8 @@ def test_models_are_loaded_and_unloaded(explicit):
         ("../first", {}, "NOT_FOUND"),
         ("", {}, "NOT_FOUND"),
         ("broken", {}, "INVALID_ARGUMENT"),
-        ("second", {"config": "{}"}, "UNIMPLEMENTED"),
-        ("second", {"files": {"file:1/model.onnx": b"x"}, "config": "{}"}, "UNIMPLEMENTED"),
+        ("second", {"config": "{}"}, "INVALID_ARGUMENT"),
+        ("second", {"files": {"file:1/model.onnx": b"x"}, "config": "{}"}, "PERMISSION_DENIED"),
     ],
 )
 def test_loads_are_refused_with_the_words_of_http(explicit, name, parameters, code):

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -574,10 +574,10 @@ def test_a_reload_that_read_the_repository_before_a_promotion_does_not_undo_it(
         await stage.start()
         has_read, may_load, load = asyncio.Event(), asyncio.Event(), stage.catalog.load
 
-        async def load_late(found: RepositoryScan) -> None:
+        async def load_late(found: RepositoryScan, at_once: Collection[str] = ()) -> None:
             has_read.set()
             await may_load.wait()
-            await load(found)
+            await load(found, at_once)
 
         monkeypatch.setattr(stage.catalog, "load", load_late)
         reloading = asyncio.ensure_future(stage.control.reload("m"))

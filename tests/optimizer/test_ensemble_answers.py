@@ -54,7 +54,7 @@ def test_the_gate_judges_what_the_ensemble_answers(tmp_path: Path) -> None:
     files = measured_ensemble.take(plan.model, tmp_path / "taken")
     config = files.config
     asked = open_examples(plan, config.inputs, True)
-    values = small_ensembles.rows()
+    values = small_ensembles.rows(100)
     samples = replace(asked, rows=[{"x": row} for row in values])
     own = replace(plan, model=str(files.root / "net"), name="net", data="")
     subject = open_subject(own, tmp_path / "member" / "net")

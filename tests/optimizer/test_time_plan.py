@@ -168,6 +168,7 @@ class SlowLab(MadeLab):
         self.data = self
         self.samples = SimpleNamespace(text="")
         self.budget = "top1 drop <= 1 %"
+        self.ensemble = None
         self.unchecked: list[str] = []
         path = Path("work/journal.jsonl")
         self.journal = SimpleNamespace(path=path, forget=lambda kinds: None)

@@ -995,6 +995,7 @@ class OneModel:
     splits = ()
     regions = RegionTable()
     tracer = Tracer()
+    memory = SimpleNamespace(families=list)
     forwarding: Mapping[str, HeaderForwarding] = {}
 
     def __init__(self, model: Puppet, error: Exception | None = None) -> None:

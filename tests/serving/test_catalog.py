@@ -379,19 +379,19 @@ def test_what_is_loading_counts_once_whether_promised_or_taken():
 def test_a_model_that_is_ready_has_its_memory_though_others_of_its_load_have_not():
     async def scenario(stage):
         stage.taken_bytes = 4 * GIB
-        first, slow = on_gpus(4, "cuda:0", name="a"), on_gpus(2, "cuda:0", name="slow")
-        loading = asyncio.ensure_future(stage.catalog.load(RepositoryScan([first, slow])))
+        both = [on_gpus(3, "cuda:0", name=name) for name in ("a", "c")]
+        loading = asyncio.ensure_future(stage.catalog.load(RepositoryScan(both)))
         await until(lambda: len(stage.puppets.alive) == 2)
-        stage.gpus.used_bytes[0] = 4 * GIB
+        stage.gpus.used_bytes[0] = 3 * GIB
         quick = stage.puppets.alive[0]
-        await until(lambda: step(quick) and [model.config.name for model in stage.catalog] == ["a"])
+        await until(lambda: step(quick) and len(list(stage.catalog)) == 1)
         later = asyncio.ensure_future(
             stage.catalog.load(RepositoryScan([on_gpus(4, "cuda:0", name="b")]))
         )
         await until(lambda: len(stage.puppets.alive) == 3)
         assert not loading.done()
         await stage.act(asyncio.gather(loading, later))
-        assert sorted(model.config.name for model in stage.catalog) == ["a", "b", "slow"]
+        assert sorted(model.config.name for model in stage.catalog) == ["a", "b", "c"]
 
     run(scenario)
 
