@@ -233,7 +233,7 @@ class SimulatedLab:
         self.plan = plan
         self.machine = made_machine()
         self.subject = SimpleNamespace(text="", digest="")
-        self.examples = None
+        self.examples = self.ensemble = None
         self.notes: list[str] = []
         self.unchecked: list[str] = []
         self.rows: list[object] = []
