@@ -97,6 +97,7 @@ verify-triton: $(READY)
 ifdef GROUP
 	$(BIN)/python tests/triton_examples.py --group $(GROUP)
 else
+	$(BIN)/python tests/triton_examples.py --list > /dev/null
 	$(BIN)/python -m pytest -v -m verify tests/e2e/test_redis_cache.py tests/e2e/test_triton_export.py
 	$(BIN)/python tests/triton_examples.py
 endif

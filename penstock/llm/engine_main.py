@@ -168,17 +168,17 @@ class EngineProcess:
         """Answer the requests whose grammar failed."""
         failures, engine.failures = engine.failures, {}
         for request, reason in failures.items():
-            self._fail([request], reason)
+            self._fail([request], reason, is_invalid=True)
 
     def _check_open(self, engine: Engine, request: int) -> None:
         if not engine.has(request):
             self._links.close_request(request)
 
-    def _fail(self, requests: Iterable[int], reason: str) -> None:
+    def _fail(self, requests: Iterable[int], reason: str, *, is_invalid: bool = False) -> None:
         for link, own in self._links.requests_by_link(requests).items():
             for request in own:
                 self._links.close_request(request)
-            self._send(link, messages.StepFailed(tuple(own), reason))
+            self._send(link, messages.StepFailed(tuple(own), reason, is_invalid))
 
     def _send(self, link: EngineLink, message: messages.EngineToShard) -> None:
         if link.send(message):

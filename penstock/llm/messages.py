@@ -172,10 +172,11 @@ class RequestRefused(Frame, tag="no"):
 
 
 class StepFailed(Frame, tag="failed"):
-    """A step failed; these requests end with it."""
+    """A step failed; these requests end with it. `is_invalid`: by the client's grammar."""
 
     requests: tuple[int, ...]
     reason: str
+    is_invalid: bool = False
 
 
 class TextSource(Frame):

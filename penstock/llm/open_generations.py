@@ -338,7 +338,8 @@ class OpenGenerations:
             case messages.RequestRefused() as refusal:
                 self._refuse(refusal)
             case messages.StepFailed() as failure:
-                self._fail(failure.requests, BackendFailed(failure.reason))
+                kind = InvalidRequest if failure.is_invalid else BackendFailed
+                self._fail(failure.requests, kind(failure.reason))
 
     def _take_prompt(self, message: messages.PromptLogprobsChunk) -> None:
         """Store prompt logprobs, which arrive before the request's first token."""
@@ -414,7 +415,7 @@ class OpenGenerations:
             generation.sink.failed(error)
             self._check_idle()
 
-    def _fail(self, requests: Collection[int], error: BackendFailed | NotReady) -> None:
+    def _fail(self, requests: Collection[int], error: PenstockError) -> None:
         generations = [self._close(request) for request in requests]
         for each in filter(None, generations):
             self.metrics.failed(each, error, self._clock())

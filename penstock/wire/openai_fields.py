@@ -47,6 +47,18 @@ OF_CHATS: Mapping[str, Asks] = {
     "include_reasoning": (None, True),
 }  # fmt: skip
 OF_RESPONSES: Mapping[str, Asks] = {
+    **_OF_TEXT,
+    # Of chats: here they have another name, or no meaning.
+    **dict.fromkeys((
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "response_format", "max_tokens", "max_completion_tokens", "min_p", "repetition_penalty",
+        "logprobs", "messages", "reasoning_effort",
+    ), (None,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (None, 0)),
+    **dict.fromkeys(("stop", "stop_token_ids", "functions"), (None, [])),
+    "logit_bias": (None, {}),
+    "ignore_eos": (None, False),
+    "n": (None, 1),
     **dict.fromkeys((
         "previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation",
         "context_management", "access_programs", "image",

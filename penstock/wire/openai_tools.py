@@ -115,7 +115,9 @@ def _read_allowed(allowed: object, names: Sequence[str]) -> tuple[Mode | None, S
     mode = allowed.get("mode")
     if mode not in ("auto", "required"):
         raise _wrong("tool_choice", "allowed_tools.mode: expected auto or required")
-    return mode, [_read_named(each, names) for each in given]
+    if not given and mode == "required":
+        raise _wrong("tool_choice", "allowed_tools.tools: expected at least one tool")
+    return (mode if given else None), [_read_named(each, names) for each in given]
 
 
 def _read_named(choice: object, names: Sequence[str]) -> str:

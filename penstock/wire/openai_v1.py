@@ -126,8 +126,12 @@ def read_chat(body: Buffer) -> ChatRequest:
     params = read_params(found, found.max_tokens if newer is None else newer, num_logprobs)
     tools = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
     options = template_options(found)
+    constrained = constraint_field(found)
     if tools is not None:
         options["tools"] = tools.listed
+        if tools.is_forced and constrained not in ("", "response_format"):
+            text = f"{constrained}: is for a whole text; tool_choice asks for a call"
+            raise InvalidRequest(text, constrained)
     return ChatRequest(
         found.model,
         messages,
@@ -135,7 +139,7 @@ def read_chat(body: Buffer) -> ChatRequest:
         bool(found.stream),
         options,
         has_usage(found),
-        constraint_field(found),
+        constrained,
         tools,
     )
 

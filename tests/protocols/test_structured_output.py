@@ -134,3 +134,16 @@ def test_what_cannot_be_used_is_400_and_names_its_field(tmp_path, fields, param,
 
     for error in with_client(tmp_path, scenario):
         assert error.param == param and text in error.body["message"]
+
+
+def test_a_grammar_that_fails_while_it_is_used_is_the_clients_fault(tmp_path):
+    async def scenario(client, server):
+        # More than llguidance's parser follows at once.
+        names = [f"name{number}" for number in range(700)]
+        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        fields = {"guided_json": schema}
+        with pytest.raises(openai.BadRequestError, match="its grammar fails: .*max is"):
+            await client.chat.completions.create(model=NAME, messages=CHAT, extra_body=fields)
+        return await client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=3)
+
+    assert with_client(tmp_path, scenario).usage.completion_tokens == 3

@@ -81,6 +81,11 @@ def test_tools_formats_and_limits_are_those_of_chats():
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning", "reasoning.summary is not"),
         ({"max_output_tokens": 0}, "max_output_tokens", "expected at least 1"),
+        ({"guided_regex": "a"}, "guided_regex", "is not supported"),
+        ({"response_format": {"type": "text"}}, "response_format", "is not supported"),
+        ({"stop": ["x"]}, "stop", "is not supported"),
+        ({"max_tokens": 3}, "max_tokens", "is not supported"),
+        ({"best_of": 2}, "best_of", "is not supported"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_names_its_field(fields, field, text):

@@ -67,12 +67,19 @@ def test_no_tool_may_be_called():
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice", "mode and tools"),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}},
          "tool_choice", "auto or required"),
+        (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+         "tool_choice", "at least one tool"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(tools, choice, field, text):
     with pytest.raises(InvalidRequest, match=text) as error:
         read_tools(tools, choice, None)
     assert error.value.field == field
+
+
+def test_no_tool_may_be_allowed():
+    nothing = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+    assert read_tools(TOOLS, nothing, None) is None
 
 
 def test_schemas_have_limited_depth():
