@@ -107,6 +107,7 @@ def test_a_change_that_fails_keeps_what_was_served(served: Served) -> None:
     (served.root / "mark").touch()
     with pytest.raises(InferenceServerException, match="no second instance"):
         set_count(served, "fragile", 1, 2)
-    assert pids(served, "fragile") == before
+    # The worker that failed has said so before it ends.
+    wait_until(lambda: pids(served, "fragile") == before)
     assert served.status("/v2/models/fragile/ready") == 200
     assert served.infer("fragile", "x", "INT32", [4])[0] == 200
