@@ -276,7 +276,7 @@ class Served:
             return cost(lambda number: self.answer(connection, number), lambda: self.cpu_s, seconds)
 
     def rate(self, clients: int, seconds: float) -> float:
-        """Return requests per second of so many clients, each with one in flight."""
+        """Return the requests per second of the clients, each with one in flight."""
         counts = [0] * clients
         ends_at = time.perf_counter() + seconds
 

@@ -42,7 +42,7 @@ class Cache:
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.is_exact = is_exact
-        # Of each layer. All layers share block tables, so those with a window keep all keys too.
+        # By layer. All layers share block tables, so those with a window keep all keys too.
         self.forms = [shape.attention_form(number) for number in range(shape.num_layers)]
 
 

@@ -106,7 +106,7 @@ class LanguageModel:
         # Why the renderer of a shard cannot load.
         self._problem = ""
         self.recorder: RequestRecorder | None = None
-        # Of the vocabulary that was loaded last.
+        # Belongs to the vocabulary that was loaded last.
         self._dialect: tuple[Vocabulary, Dialect] | None = None
 
     # Lifecycle.

@@ -135,7 +135,7 @@ class ServedMeasurement(msgspec.Struct):
     turns: list[Turn] = []
     # Why these figures cannot be trusted; empty: nothing contradicts them.
     disturbances: list[str] = []
-    # Of an ensemble, by name; empty for other models.
+    # The members of an ensemble, by name; empty for other models.
     members: dict[str, MemberTime] = {}
 
     @property

@@ -110,7 +110,7 @@ class Fleet:
             except ConfigError as error:
                 found.problems[name] = list(error.problems)
                 continue
-            # What is loaded on demand gets its memory then.
+            # Models loaded on demand get their memory when they are loaded.
             at_once = [config for config in placed if not config.scaling.is_on_demand]
             shares = [share for config in at_once for share in shares_of(config)]
             wanted += shares

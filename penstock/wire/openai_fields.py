@@ -48,7 +48,7 @@ OF_CHATS: Mapping[str, Asks] = {
 }  # fmt: skip
 OF_RESPONSES: Mapping[str, Asks] = {
     **_OF_TEXT,
-    # Of chats: here they have another name, or no meaning.
+    # Fields of chats that have another name here, or no meaning.
     **dict.fromkeys((
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "response_format", "max_tokens", "max_completion_tokens", "min_p", "repetition_penalty",

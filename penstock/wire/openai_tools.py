@@ -124,7 +124,7 @@ def _read_named(choice: object, names: Sequence[str]) -> str:
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if name not in names:
-        raise _wrong("tool_choice", f"{str(name)[:40]!r} is none of tools")
+        raise _wrong("tool_choice", f"{str(name)[:40]!r} is not one of the tools")
     return str(name)
 
 

@@ -30,7 +30,7 @@ from open_loop import is_whole, percentile
 NUM_CONNECTIONS = 16
 NUM_CANCELLING = 4
 NUM_SHARING = 2
-# Of one INT32.
+# Bytes of one INT32.
 TENSOR_BYTES = 4
 POST = "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n\r\n{body}"
 # The slow model takes 20 ms.
@@ -136,7 +136,7 @@ async def cancel(port: int, count: int, done: Done) -> None:
 
 
 async def share(port: int, number: int, count: int, done: Done) -> None:
-    """Register, use and unregister a region so many times, over one connection."""
+    """Register, use and unregister a region `count` times over one connection."""
     name = f"penstock-soak-{os.getpid()}-{number}"
     path = Path("/dev/shm") / name
     path.write_bytes(bytes(2 * TENSOR_BYTES))

@@ -190,7 +190,7 @@ def test_reasoning_is_apart(tmp_path):
     [
         ("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "tools", "no known form"),
         (TEMPLATE, {"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice",
-         "'x' is none of tools"),
+         "'x' is not one of the tools"),
         (TEMPLATE, {"tool_choice": "required", "tools": [{"type": "function", "function": {
             "name": "f", "parameters": {"type": "array", "uniqueItems": True}}}]}, "tools",
          "uniqueItems"),

@@ -63,7 +63,7 @@ def test_no_tool_may_be_called():
         ([tool(f"a{n}") for n in range(129)], None, "tools", "129 tools; expected at most 128"),
         (TOOLS, "sometimes", "tool_choice", "expected none, auto, required"),
         (TOOLS, {"type": "custom", "custom": {"name": "x"}}, "tool_choice", "expected none, auto"),
-        (TOOLS, {"type": "function", "function": {"name": "x"}}, "tool_choice", "'x' is none of"),
+        (TOOLS, {"type": "function", "function": {"name": "x"}}, "tool_choice", "'x' is not one"),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice", "mode and tools"),
         (TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}},
          "tool_choice", "auto or required"),

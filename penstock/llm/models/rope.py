@@ -166,7 +166,7 @@ def _yarn(rope: Rope, inner: Reader, head_size: int, max_length: int) -> Rope:
     num_pairs = rope.num_pairs(head_size)
 
     def place(turns: float) -> float:
-        """Return which pair makes so many turns in the original length."""
+        """Return the pair that makes this many turns in the original length."""
         return num_pairs * math.log(length / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = place(fast), place(slow)
