@@ -243,7 +243,10 @@ def test_the_members_of_an_ensemble_take_turns_in_memory(tmp_path: Path, shards:
 
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(ask, range(4))) == [111, 112, 113, 114]
-        assert sum(figure(served, "penstock_model_evictions", name) for name in NAMES) >= 1
+        # Sizes are measured after loading: all three may be there until then.
+        wait_until(
+            lambda: sum(figure(served, "penstock_model_evictions", name) for name in NAMES) >= 1
+        )
 
 
 @SHARDS
