@@ -1,8 +1,10 @@
 """A GPU that is none: its lanes do at once what they are told, its graphs run a function again."""
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 
 from penstock.backends.gpu_memory import Use
@@ -50,6 +52,7 @@ class FakeGpu:
         # Of the worker, and of the GPU; what a look at its memory says.
         self.use = Use(0, 0, 1 << 40)
         self.num_shrinks = 0
+        self.num_gathers = 0
         self.num_replays = 0
         self.num_captures = 0
         # What the next captures end with.
@@ -106,6 +109,13 @@ class FakeGpu:
 
     def unpin(self, memory: memoryview) -> None:
         self.pinned_bytes.remove(memory.nbytes)
+
+    def gather(self, target: torch.Tensor, sources: np.ndarray, sizes: np.ndarray) -> None:
+        self.num_gathers += 1
+        place = target.data_ptr()
+        for source, size in zip(sources.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(place, source, size)
+            place += size
 
     def memory(self) -> Use:
         return self.use

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
@@ -108,6 +108,53 @@ class JoinedRows(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._pieces[0])
+
+
+class PinnedTensor(NamedTuple):
+    """A tensor in pinned memory: at an offset of `view`, which the CPU must not read."""
+
+    view: memoryview
+    offset: int
+    nbytes: int
+    address: int
+
+
+class PlacedPieces(Sequence[Mapping[str, Array]]):
+    """Pieces in pinned memory, one a request, with their addresses: a device copies all at once,
+    without an array for each. `counts` are their rows, `forms` the types and shapes of one row."""
+
+    def __init__(
+        self,
+        places: Mapping[str, Sequence[PinnedTensor]],
+        counts: Sequence[int],
+        forms: Mapping[str, tuple[np.dtype[np.generic], tuple[int, ...]]],
+    ) -> None:
+        self.places = places
+        self.counts = counts
+        self.forms = forms
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Array]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Array]]: ...
+
+    def __getitem__(
+        self, index: int | slice
+    ) -> Mapping[str, Array] | Sequence[Mapping[str, Array]]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        piece: dict[str, Array] = {}
+        for name, places in self.places.items():
+            view, offset, nbytes, _ = places[index]
+            dtype, shape = self.forms[name]
+            values: Array = np.frombuffer(view[offset : offset + nbytes], dtype)
+            values.flags.writeable = False
+            piece[name] = values.reshape(self.counts[index], *shape)
+        return piece
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ from penstock.backends import (
     GPU_MEMORY,
     Batch,
     Execution,
+    PlacedPieces,
     Runner,
     torch_floats,
     torch_linear,
@@ -50,6 +51,7 @@ from penstock.backends.python_code import Code
 from penstock.backends.rows import rows_to_run, rungs_of
 from penstock.backends.torch_cuda import (
     DeviceInputs,
+    GatheredRows,
     Pipeline,
     Priority,
     alias,
@@ -275,6 +277,8 @@ class TorchRunner(Runner):
         given = self._variable(batch)
         with torch.inference_mode():
             if self.pipeline is not None:
+                if isinstance(batch.pieces, PlacedPieces):
+                    return self._start_placed(batch, batch.pieces)
                 pieces = [
                     {name: self._view(name, alias(array)) for name, array in piece.items()}
                     for piece in given.all_pieces
@@ -292,6 +296,20 @@ class TorchRunner(Runner):
             self._num_tokens = self._token_budget(batch, batch.num_rows)
             values = self._compute(inputs)
             return Finished({name: to_array(value) for name, value in values.items()})
+
+    def _start_placed(self, batch: Batch, pieces: PlacedPieces) -> Execution:
+        """Launch a batch whose rows the device copies from clients' memory. Its masks are not read:
+        packed models do not pin such memory."""
+        assert self.pipeline is not None
+        forms = {}
+        for name, (dtype, shape) in pieces.forms.items():
+            is_bf16 = self._datatypes[name] == "BF16"
+            of_numpy = torch.from_numpy(np.empty(0, dtype)).dtype
+            forms[name] = (torch.bfloat16 if is_bf16 else of_numpy, shape)
+        inputs = GatheredRows(self.pipeline.device, pieces, forms, self.pipeline.has_empty_rows)
+        num_run = rows_to_run(self._config, self._rungs, batch)
+        self._num_tokens = self._token_budget(batch, num_run)
+        return self.pipeline.start(inputs, batch.num_rows, num_run, self._num_tokens)
 
     def start_on_device(self, inputs: DeviceInputs, num_rows: int) -> Execution:
         """Launch a batch whose inputs are made on the device, with `input_form`."""

@@ -22,8 +22,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from penstock.backends import Outputs
+from penstock.backends import Outputs, PlacedPieces
+from penstock.backends.cuda_copies import copy_together
 from penstock.backends.gpu_memory import Guard, Use, tells_of_no_memory
 from penstock.errors import first_line
 from penstock.types import Array
@@ -125,6 +127,16 @@ class Cuda:
     def unpin(self, memory: memoryview) -> None:
         """Undo `pin`; nothing on the device reads the memory any more."""
         torch.cuda.cudart().cudaHostUnregister(address_of(memory))
+
+    def gather(
+        self, target: torch.Tensor, sources: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> None:
+        """Copy pinned memory at these addresses to the target, one behind the other, on the current
+        stream."""
+        ends = np.cumsum(sizes)
+        assert len(sizes) and ends[-1] <= target.nbytes
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        copy_together(target.data_ptr() + ends - sizes, sources, sizes, stream)
 
     def is_lost(self) -> bool:
         """Return whether an error has made the device unusable for this process."""
@@ -246,6 +258,28 @@ class DeviceInputs(Protocol):
     def write(self, arena: Arena, num_run: int) -> Tensors:
         """Make the inputs of a batch padded to `num_run` rows, in memory of the arena and on the
         stream that is current."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredRows:
+    """Rows that lie apart in pinned memory, copied there by one call for each input. `forms` are
+    those of one row."""
+
+    device: Cuda
+    pieces: PlacedPieces
+    forms: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+    has_empty_rows: bool
+
+    def write(self, arena: Arena, num_run: int) -> Tensors:
+        there = arena.take(
+            {name: (dtype, (num_run, *shape)) for name, (dtype, shape) in self.forms.items()}
+        )
+        for name, places in self.pieces.places.items():
+            sources = np.fromiter((each.address for each in places), np.int64, len(places))
+            sizes = np.fromiter((each.nbytes for each in places), np.int64, len(places))
+            self.device.gather(there[name], sources, sizes)
+        pad(there, sum(self.pieces.counts), self.has_empty_rows)
+        return there
 
 
 @dataclass(slots=True)
@@ -475,9 +509,8 @@ class Pipeline:
         there = slot.inputs.take(_forms(pieces[0], None if num_rows is None else num_run))
         for target, source in _targets(there, self._pinned(slot, pieces, num_rows)):
             target.copy_(source, non_blocking=True)
-        if num_rows is not None and num_rows < num_run:
-            for each in there.values():
-                each[num_rows:] = 0 if self.has_empty_rows else each[num_rows - 1]
+        if num_rows is not None:
+            pad(there, num_rows, self.has_empty_rows)
         return there
 
     def _pinned(
@@ -576,6 +609,13 @@ class Pipeline:
                 return True
             cause = cause.__cause__ or cause.__context__
         return False
+
+
+def pad(there: Tensors, num_rows: int, has_empty_rows: bool) -> None:
+    """Fill the rows behind these: with zeros, or with copies of the last one."""
+    for each in there.values():
+        if num_rows < len(each):
+            each[num_rows:] = 0 if has_empty_rows else each[num_rows - 1]
 
 
 def alias(array: Array) -> torch.Tensor:

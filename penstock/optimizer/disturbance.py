@@ -117,7 +117,9 @@ def rate_doubts(history: BuildHistory, rate: float | None) -> Iterator[str]:
     found, asked = f"{units.number(highest.value)}/s", f"{units.number(rate)}/s"
     # The estimate stands for an unknown end.
     low, high = (highest.value if math.isnan(end) else end for end in (highest.low, highest.high))
-    if history.served.is_met and high * RATE_MARGIN < rate:
+    # A search that ended before any rate missed says nothing of higher ones.
+    has_end = not math.isnan(highest.high) or highest.value != highest.low
+    if history.served.is_met and has_end and high * RATE_MARGIN < rate:
         yield f"{history.name}: SLO kept at {asked}, but the highest rate found is {found}"
     missed = {each.unit for each in history.served.verdicts if each.outcome == "missed"}
     if missed & {"s", "%"} and low > rate * RATE_MARGIN:

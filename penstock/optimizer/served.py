@@ -161,8 +161,11 @@ class ServedBench:
             ]
         search_s = max(min_search_s, self._search_s(builds))
         searches: list[RateSearch] = []
-        for build, start in zip(builds, starts or [None] * len(builds), strict=True):
-            searches.append(RateSearch(self, self._endpoint(build), search_s, start))
+        asked = self.plan.slo.rate
+        for number, build in enumerate(builds):
+            start = starts[number] if starts else None
+            kept = asked.per_s if asked is not None and found[number].is_met else 0.0
+            searches.append(RateSearch(self, self._endpoint(build), search_s, start, kept=kept))
             # The next server may replace this one.
             while self.servers is not None and self.servers.is_alone and searches[-1].is_open:
                 searches[-1].step()
@@ -245,8 +248,9 @@ def has_limits(plan: Plan) -> bool:
 
 class RateSearch:
     """The bench's search for the highest rate, one level at a time, so that several take turns.
-    Without a start, it begins at half of the saturation rate; for streams at the SLO's rate, or at
-    that of one client. With `is_floor`, rates below the start are not measured."""
+    Without a start, it begins at half of the saturation rate, or at the rate that was just `kept`;
+    for streams at the SLO's rate, or at that of one client. With `is_floor`, rates below the start
+    are not measured."""
 
     def __init__(
         self,
@@ -256,6 +260,7 @@ class RateSearch:
         start: float | None = None,
         *,
         is_floor: bool = False,
+        kept: float = 0.0,
     ) -> None:
         self._slo = slo = bench.plan.slo
         self._floor = 0.999 * start if is_floor and start is not None else 0.0
@@ -268,7 +273,8 @@ class RateSearch:
             start = bench.rate_alone(endpoint) if slo.rate is None else slo.rate.per_s
         elif start is None:
             self._probe = bench.saturate(endpoint)
-            start = max(1.0, stats.throughput_interval(self._probe).value / 2)
+            # Few clients may leave a server that waits for batches far from saturated.
+            start = max(1.0, stats.throughput_interval(self._probe).value / 2, kept)
         first = _open(start, slo)
         self._search = MaxRateSearch(
             slo, start, precision=endpoint.precision, arrivals=first.arrivals, cv=first.cv

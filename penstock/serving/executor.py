@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner
+from penstock.backends import (
+    Batch,
+    Execution,
+    Outputs,
+    PerRequest,
+    PinnedTensor,
+    PlacedPieces,
+    Runner,
+)
 from penstock.backends.heads import Headed
 from penstock.config import ModelConfig
 from penstock.errors import (
@@ -176,6 +185,9 @@ class BatchExecutor:
     def _gather(
         self, parts: Sequence[Part], faults: dict[tuple[int, int], InvalidRequest]
     ) -> Batch:
+        if (placed := self._placed(parts)) is not None:
+            requests = [request for part in parts for request in part.frame.requests]
+            return Batch.of(placed, sum(placed.counts), requests)
         pieces: list[Mapping[str, Array]] = []
         for number, part in enumerate(parts):
             if part.frame.has_regions:
@@ -191,6 +203,41 @@ class BatchExecutor:
         requests = [request for part in parts for request in part.frame.requests if has_all]
         num_rows = sum(part.num_rows for part in parts)
         return Batch.of(pieces, num_rows, requests, self._joining_room(pieces))
+
+    def _placed(self, parts: Sequence[Part]) -> PlacedPieces | None:
+        """Return the inputs where clients have them, if the device can copy all of them from there;
+        else None."""
+        shapes = parts[0].frame.row_shapes
+        places: dict[str, list[PinnedTensor]] = {name: [] for name in self._names}
+        counts: list[int] = []
+        sizes: dict[str, int] = {}
+        for part in parts:
+            frame = part.frame
+            if not (frame.has_regions and frame.runs) or frame.row_shapes != shapes:
+                return None
+            sizes = sizes or self._row_bytes(shapes)
+            for request in frame.requests:
+                if len(request.reads) != len(places):
+                    return None
+                counts.append(request.num_rows)
+                for span in request.reads:
+                    place = self.regions.place(span)
+                    if place is None or span.nbytes != request.num_rows * sizes[span.name]:
+                        return None
+                    places[span.name].append(place)
+        return PlacedPieces(places, counts, self._row_forms(shapes))
+
+    def _row_forms(
+        self, shapes: Sequence[tuple[int, ...]]
+    ) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
+        return {
+            spec.name: (DATATYPES[spec.datatype].numpy, tuple(shape))
+            for spec, shape in zip(self._config.inputs, shapes, strict=True)
+        }
+
+    def _row_bytes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+        forms = self._row_forms(shapes)
+        return {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in forms.items()}
 
     def _joining_room(self, pieces: Sequence[Mapping[str, Array]]) -> Mapping[str, Array] | None:
         """Return memory for the joined rows of a merged batch, that of the last one if it fits: the
@@ -317,7 +364,7 @@ class BatchExecutor:
             try:
                 if part.link.is_gone:
                     found.append(ALL_IN_ROWS)
-                elif isinstance(answer, PerRequest) or part.frame.has_regions:
+                elif isinstance(answer, PerRequest) or self._stores_apart(part, number, faults):
                     own: Sequence[Outputs | Exception]
                     if isinstance(answer, PerRequest):
                         own = answer.answers[index : index + num_requests]
@@ -333,6 +380,19 @@ class BatchExecutor:
             row += part.num_rows
             index += num_requests
         return found
+
+    def _stores_apart(
+        self, part: Part, number: int, faults: Mapping[tuple[int, int], InvalidRequest]
+    ) -> bool:
+        """Return whether outputs of a part have to be stored request by request: where some go to
+        clients' memory and others have no rows, or a request has failed."""
+        frame = part.frame
+        if not frame.has_regions:
+            return False
+        if not frame.runs or any(of == number for of, _ in faults):
+            return True
+        has_writes = any(request.writes for request in frame.requests)
+        return has_writes and not all(spec.is_fixed for spec in self._config.outputs)
 
     def _own_rows(self, part: Part, outputs: Outputs, row: int, batch: Batch) -> Outputs:
         if part.num_rows == batch.num_rows:
@@ -353,15 +413,38 @@ class BatchExecutor:
         if part.held is not None:
             self._hold(part.held, frame, outputs)
             return ALL_IN_ROWS
+        stored = ALL_IN_ROWS
+        if frame.has_regions:
+            stored = self._write_rows(part, outputs)
         left = self._store(part, frame.runs, outputs)
         if not left:
-            return ALL_IN_ROWS
+            return stored
         in_spill: list[Values]
         if self._config.max_batch_size > 0:
             in_spill = split(frame, left, self._proof.crops)
         else:
             in_spill = [left] * len(frame.requests)
         return Stored(part.memory.spill.write(in_spill) if any(in_spill) else ())
+
+    def _write_rows(self, part: Part, outputs: Outputs) -> Stored:
+        """Write the fixed outputs that belong in clients' memory, row by row of one array; return
+        the errors of requests whose memory does not take them."""
+        errors: dict[int, str] = {}
+        columns: dict[str, memoryview] = {}
+        row = 0
+        for index, request in enumerate(part.frame.requests):
+            for span in request.writes:
+                data = columns.get(span.name)
+                if data is None:
+                    values: Array = np.ascontiguousarray(outputs[span.name])
+                    data = columns[span.name] = memoryview(values.data).cast("B")
+                size = len(data) // part.num_rows
+                try:
+                    self.regions.write(span, data[row * size : (row + request.num_rows) * size])
+                except InvalidRequest as error:
+                    errors[index] = explain_error(error)
+            row += request.num_rows
+        return Stored((), errors, tuple(errors), {})
 
     def _hold(self, held: HeldBatch, frame: frames.Dispatch, outputs: Outputs) -> None:
         """Give each request of a caller in this process its outputs."""

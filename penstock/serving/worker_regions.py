@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.backends import PinnedTensor
 from penstock.backends.cuda_ipc import GpuRegion
 from penstock.errors import InvalidRequest
 from penstock.serving.regions import no_room, read_file, write_file
@@ -42,6 +43,8 @@ class MappedRegion:
     fd: int | None
     is_pinned: bool = False
     view: memoryview | None = None
+    # Of the pinned memory.
+    address: int = 0
     whole: mmap.mmap | None = None
     gpu: GpuRegion | None = None
     links: set[int] = field(default_factory=set)
@@ -96,6 +99,7 @@ class WorkerRegions:
         region.is_pinned = may_pin and self._pin(view)
         if region.is_pinned:
             self._pinned_bytes += frame.nbytes
+            region.address = np.frombuffer(view, np.uint8).ctypes.data
         if frame.is_sealed or region.is_pinned:
             region.view = view
 
@@ -133,15 +137,21 @@ class WorkerRegions:
             for link in list(region.links):
                 self.close(number, link)
 
-    def pinned(self, span: frames.RegionSpan, dtype: np.dtype[np.generic]) -> Array | None:
-        """Return a flat array of the tensor where it lies, for the device to copy from; None: it
-        has to be read."""
+    def place(self, span: frames.RegionSpan) -> PinnedTensor | None:
+        """Return where the tensor lies, for the device to copy from; None: it has to be read."""
         region = self._regions[span.region]
         if region.view is None or not region.is_pinned or span.nbytes < MIN_PINNED_BYTES:
             return None
         if (region.memory.offset + span.offset) % ALIGNMENT:
             return None
-        values: Array = np.frombuffer(region.view[span.offset : span.offset + span.nbytes], dtype)
+        return PinnedTensor(region.view, span.offset, span.nbytes, region.address + span.offset)
+
+    def pinned(self, span: frames.RegionSpan, dtype: np.dtype[np.generic]) -> Array | None:
+        """Return a flat array of the tensor where it lies; None: it has to be read."""
+        place = self.place(span)
+        if place is None:
+            return None
+        values: Array = np.frombuffer(place.view[place.offset :][: place.nbytes], dtype)
         values.flags.writeable = False
         return values
 

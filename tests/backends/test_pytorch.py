@@ -27,7 +27,7 @@ from suites.backend import (
     run,
 )
 
-from penstock.backends import Batch, backend
+from penstock.backends import Batch, PinnedTensor, PlacedPieces, backend
 from penstock.config import ModelConfig, PadAxis, Padding, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.proof import apply_proof
@@ -92,6 +92,32 @@ def test_a_batch_is_filled_up_to_a_rung_on_a_gpu(tmp_path, fake_gpu, num_rows):
     apply_proof(runner, Proof(unbatched="rows influence each other"))
     assert num_run(runner) == num_rows
     assert num_run(backend("pytorch")(config)) == num_rows
+
+
+def test_rows_that_lie_apart_in_pinned_memory_are_gathered(tmp_path, fake_gpu):
+    """BF16 has only its bits in numpy."""
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import torch\n"
+        "class Sum(torch.nn.Module):\n"
+        "    def forward(self, x, b):\n"
+        "        return x[:, :2] + b.float()\n"
+        "factory = Sum\n"
+    )
+    config = torch_config(path, inputs=(X, TensorSpec("b", "BF16", (2,))))
+    x, b = np.arange(60, dtype=np.float32), np.full(40, 0x4000, np.uint16)
+    places = {
+        name: [
+            PinnedTensor(memory.data.cast("B"), at, nbytes, memory.ctypes.data + at)
+            for at, nbytes in spans
+        ]
+        for name, memory, spans in (("x", x, ((120, 24), (0, 12))), ("b", b, ((0, 8), (40, 4))))
+    }
+    forms = {"x": (x.dtype, (3,)), "b": (b.dtype, (2,))}
+    batch = Batch.of(PlacedPieces(places, [2, 1], forms), 3)
+    (outputs,) = backend("pytorch")(config).start(batch).wait()
+    assert outputs["y"].tolist() == [[32, 33], [35, 36], [2, 3]]
+    assert fake_gpu.num_gathers == 2
 
 
 def test_a_padded_input_that_is_optional_may_be_absent_under_a_budget(tmp_path, fake_gpu):

@@ -5,11 +5,13 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
+from penstock.backends import PinnedTensor, PlacedPieces
 from penstock.backends.gpu_memory import Use
 from penstock.backends.torch_cuda import (
     LOOK_EVERY,
     WATCHERS,
     Arena,
+    GatheredRows,
     Pipeline,
     alias,
     has_ranges,
@@ -151,6 +153,32 @@ class TestPipeline:
         running.unpin(slabs[1])
         answers(running.start(pieces, count if has_rows else None, count if has_rows else 1))
         assert foreign.data_ptr() in read_by_cpu, "it is memory like any other now"
+
+    @pytest.mark.parametrize("has_empty_rows", [False, True])
+    def test_rows_that_lie_apart_are_gathered_by_one_call(self, has_empty_rows):
+        gpu, seen = FakeGpu(), []
+
+        def kept(inputs):
+            seen.append(inputs["x"].clone())
+            return {"y": inputs["x"] * 2}
+
+        memory = np.arange(64, dtype=np.float32)
+        base = memory.ctypes.data
+        places = [
+            PinnedTensor(memoryview(memory).cast("B"), 4 * at, 12 * count, base + 4 * at)
+            for at, count in ((40, 1), (3, 2), (20, 1))
+        ]
+        pieces = PlacedPieces({"x": places}, [1, 2, 1], {"x": (memory.dtype, (3,))})
+        assert [each["x"].tolist() for each in pieces][1] == [[3, 4, 5], [6, 7, 8]]
+        forms = {"x": (torch.float32, (3,))}
+        inputs = GatheredRows(gpu, pieces, forms, has_empty_rows)
+        running = Pipeline(gpu, kept, 1, False, has_empty_rows)
+        found = answers(running.start(inputs, 4, 6))["y"]
+        expected = np.concatenate([each["x"] for each in pieces])
+        np.testing.assert_array_equal(found, expected * 2)
+        assert gpu.num_gathers == 1
+        last = np.zeros(3) if has_empty_rows else expected[-1]
+        np.testing.assert_array_equal(seen[0][4:], [last] * 2)
 
     def test_foreign_memory_that_cannot_be_pinned_is_refused(self):
         assert not pipeline(FakeGpu(may_pin=False)).pin_foreign(memoryview(bytearray(100)))

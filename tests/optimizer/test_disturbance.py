@@ -1,5 +1,6 @@
 """A verdict never contradicts its own evidence: cases by hand, and simulated machines."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -77,6 +78,15 @@ def test_a_rate_search_that_contradicts_the_fixed_rate() -> None:
     assert kept == ["chosen: SLO kept at 300/s, but the highest rate found is 30.0/s"]
     assert doubted(served(turn(0.06), turn(0.06), max_rate=330)) == []
     assert doubts(history(served(turn(0.136), max_rate=1226)), CALM_ORIGINAL, None) == []
+
+
+def test_a_search_that_ended_before_any_rate_missed_contradicts_nothing() -> None:
+    """Seen: kept at 3,500/s, and no verdict because time ended the search at 1,580/s."""
+    found = served(turn(0.02), turn(0.02))
+    ended = msgspec.structs.replace(found, max_rate=Interval(30.0, 30.0, math.nan))
+    assert doubted(ended) == []
+    missed = msgspec.structs.replace(found, max_rate=Interval(30.0, 30.0, 33.0))
+    assert len(doubted(missed)) == 1
 
 
 def test_the_original_is_held_to_the_same() -> None:

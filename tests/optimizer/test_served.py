@@ -231,6 +231,16 @@ def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_the_search_begins_at_a_rate_that_was_just_kept(tmp_path: Path):
+    build = null_build(tmp_path, max_batch=8, a_ms=1)
+    plan = a_plan("p99 < 5 s at 150/s", duration_s=0.5)
+    bench = served.ServedBench(plan, numbers(5), silent, None, MeasurementLimits(search_s=1.0))
+    (found,) = bench.with_rates([build])
+    assert found.is_met
+    assert found.curve is not None and min(found.curve.rates) >= 150
+
+
+@pytest.mark.slow
 def test_a_search_without_time_finds_no_rate(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("p99 < 1 s", duration_s=0.5)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from msgspec import structs
 
-from penstock.backends import Batch, PerRequest, Runner
+from penstock.backends import Batch, PerRequest, PlacedPieces, Runner
 from penstock.backends.finished import Finished
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.processes.channel import Channel, socket_pair
@@ -31,6 +32,7 @@ class Sums(Runner):
         self.pins = pins
         self.answers_each = answers_each
         self.pieces: list[list[tuple[int, int]]] = []
+        self.are_placed: list[bool] = []
 
     def pin_foreign(self, memory: memoryview) -> bool:
         return self.pins
@@ -38,7 +40,8 @@ class Sums(Runner):
     def start(self, batch: Batch) -> Finished:
         pieces = [(each["x"].ctypes.data, len(each["x"])) for each in batch.all_pieces]
         self.pieces.append(pieces)
-        values = batch.inputs["x"] + batch.inputs["z"]
+        self.are_placed.append(isinstance(batch.pieces, PlacedPieces))
+        values = batch.inputs["x"] + batch.inputs.get("z", 0)
         if self.answers_each:
             counts = [request.num_rows for request in batch.requests]
             rows = np.split(values, np.cumsum(counts)[:-1])
@@ -46,13 +49,13 @@ class Sums(Runner):
         return Finished({"y": values})
 
 
-def config(device: str) -> ModelConfig:
+def config(device: str, num_inputs: int = 2) -> ModelConfig:
     return ModelConfig(
         "m",
         "1",
         backend="null",
         artifact="",
-        inputs=(TensorSpec("x", "FP32", (WIDTH,)), TensorSpec("z", "FP32", (1,))),
+        inputs=(TensorSpec("x", "FP32", (WIDTH,)), TensorSpec("z", "FP32", (1,)))[:num_inputs],
         outputs=(TensorSpec("y", "FP32", (WIDTH,)),),
         max_batch_size=8,
         batching=BatchPolicy(8, is_dynamic=True),
@@ -63,15 +66,17 @@ def config(device: str) -> ModelConfig:
 class Worker:
     """An executor, a shard's slab, and a client's file of two rows of x for each request."""
 
-    def __init__(self, runner: Sums, device: str = "cpu") -> None:
+    def __init__(self, runner: Sums, device: str = "cpu", num_inputs: int = 2) -> None:
         self.runner = runner
-        self.executor = BatchExecutor(config(device), runner, frames.Proof(), may_pin=True)
+        made = config(device, num_inputs)
+        self.shapes = SHAPES[:num_inputs]
+        self.executor = BatchExecutor(made, runner, frames.Proof(), may_pin=True)
         ours, theirs = socket_pair()
         ours.close()
         self.link = ShardLink(1, Channel(theirs))
         spills = Segment(1 << 16), Segment(1 << 16)
-        self.link.memory = ShardMemory(config(device), 1 << 16, [os.dup(s.fd) for s in spills])
-        self.layout = Layout.of(column_bytes(config(device), SHAPES), CAPACITY)
+        self.link.memory = ShardMemory(made, 1 << 16, [os.dup(s.fd) for s in spills])
+        self.layout = Layout.of(column_bytes(made, self.shapes), CAPACITY)
         self.slab = Segment(self.layout.nbytes)
         self.link.memory.map_slab(0, self.slab.nbytes, os.dup(self.slab.fd))
         for spill in spills:
@@ -103,11 +108,12 @@ def worker(request: pytest.FixtureRequest):
 def fill(worker: Worker, kinds: Sequence[str], rows_each: int = 1, start: int = 0) -> Part:
     """A part with a request of each kind: p (plain), r (read from the region), w (also written
     there)."""
-    requests, x, z = [], worker.column(0), worker.column(1)
+    requests, x = [], worker.column(0)
     for index, kind in enumerate(kinds):
         first = start + index * rows_each
         values = expected_input(start + index, rows_each)
-        z[first : first + rows_each] = 1000 * (start + index)
+        if len(worker.shapes) > 1:
+            worker.column(1)[first : first + rows_each] = 1000 * (start + index)
         place, nbytes = 2 * (start + index) * rows_each * ROW, rows_each * ROW
         reads = writes = ()
         if kind == "p":
@@ -122,7 +128,7 @@ def fill(worker: Worker, kinds: Sequence[str], rows_each: int = 1, start: int = 
     runs = (frames.RowRange(0, start, len(kinds) * rows_each),)
     has_regions = any(kind != "p" for kind in kinds)
     shown = tuple(requests) if has_regions or worker.runner.answers_each else ()
-    frame = frames.Dispatch(9, runs, SHAPES, CAPACITY, shown, has_regions=has_regions)
+    frame = frames.Dispatch(9, runs, worker.shapes, CAPACITY, shown, has_regions=has_regions)
     return Part.of(worker.link, frame)
 
 
@@ -133,14 +139,16 @@ def expected_input(number: int, rows: int) -> np.ndarray:
 
 def check(worker: Worker, kinds: Sequence[str], rows_each: int = 1, start: int = 0) -> None:
     for index, kind in enumerate(kinds):
-        wanted = expected_input(start + index, rows_each) + 1000 * (start + index)
+        wanted = expected_input(start + index, rows_each)
+        if len(worker.shapes) > 1:
+            wanted += 1000 * (start + index)
         if kind == "w":
             place = (2 * (start + index) + 1) * rows_each * ROW
             raw = os.pread(worker.fd, rows_each * ROW, place)
             found = np.frombuffer(raw, np.float32).reshape(rows_each, WIDTH)
         else:
             first = start + index * rows_each
-            found = worker.column(2)[first : first + rows_each]
+            found = worker.column(len(worker.shapes))[first : first + rows_each]
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -163,6 +171,37 @@ def test_every_request_gets_its_own_answer(worker: Worker, kinds: str, rows_each
         assert (worker.column(0)[list(kinds).index(kinds.strip("p")[0]) * rows_each] == -1).all()
     else:
         assert len(pieces) == 1, "all is in the rows"
+
+
+@pytest.mark.parametrize("kinds", ["rr", "ww", "rwrr", "prr", "rp"])
+def test_inputs_that_all_lie_in_pinned_memory_are_placed(kinds: str):
+    worker = Worker(Sums(pins=True), "cuda:0", num_inputs=1)
+    try:
+        parts = [fill(worker, kinds), fill(worker, "rw", start=5)]
+        answers = worker.executor.finish(worker.executor.begin(parts))
+        assert not any(each.errors for each in answers)
+        check(worker, kinds)
+        check(worker, "rw", start=5)
+        assert worker.runner.are_placed == ["p" not in kinds]
+    finally:
+        worker.close()
+
+
+def test_memory_without_room_for_an_output_fails_only_its_request():
+    worker = Worker(Sums(pins=True), "cuda:0", num_inputs=1)
+    try:
+        part = fill(worker, "www")
+        short = frames.RegionSpan("y", 5, 3 * ROW, ROW - 4)
+        requests = list(part.frame.requests)
+        requests[1] = structs.replace(requests[1], writes=(short,))
+        part.frame = structs.replace(part.frame, requests=tuple(requests))
+        (done,) = worker.executor.finish(worker.executor.begin([part]))
+        assert list(done.errors) == [1] and done.invalid == (1,)
+        assert f"({ROW - 4} bytes) should be at least {ROW}" in done.errors[1]
+        check(worker, "w")
+        check(worker, "w", start=2)
+    finally:
+        worker.close()
 
 
 def test_parts_of_several_shards_with_and_without_regions(worker: Worker):
