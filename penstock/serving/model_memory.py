@@ -174,6 +174,8 @@ class ModelMemory:
         """Wait until a worker of this configuration may be started, which has one device. Return
         what must be called once it has its memory; None: it must not be started."""
         device, began = config.device, time.monotonic()
+        # Not the time tells which workers are new: that of the event loop is coarse.
+        old = {each.life for each in model.host.instances}
         if device not in model.sizes:
             model.sizes[device] = await asyncio.to_thread(_estimate, config)
         await self._read_total(device)
@@ -199,7 +201,7 @@ class ModelMemory:
                     return None
         finally:
             model.granted[device] -= 1
-        return partial(self._settled, model, began, release)
+        return partial(self._settled, model, old, began, release)
 
     async def _wait(self, model: DemandedModel, demand: MemoryDemand, device: str) -> bool:
         """Return whether the demand can be met now; wait for that if others may be evicted."""
@@ -265,12 +267,16 @@ class ModelMemory:
                 model.host.demand.evict(EVICTED)
 
     def _settled(
-        self, model: DemandedModel, began: float, release: Callable[[], None] | None
+        self,
+        model: DemandedModel,
+        old: set[int],
+        began: float,
+        release: Callable[[], None] | None,
     ) -> None:
         """Hear that a worker has its memory, or is dead."""
         if release is not None:
             release()
-        if any(each.is_ready and each.started_at >= began for each in model.host.instances):
+        if any(each.is_ready and each.life not in old for each in model.host.instances):
             model.num_loads += 1
             model.load_s += time.monotonic() - began
         self._measured_at = -MEASURE_S
