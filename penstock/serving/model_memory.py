@@ -101,6 +101,11 @@ class DemandedModel:
         known = sum(self.measured.get(each.life, size) for each in self.workers(device))
         return known + self.granted[device] * size
 
+    def describe_memory(self) -> str:
+        """Say how much memory it has, by device."""
+        sizes = {device: self.bytes_on(device) for device in dict.fromkeys(self.config.devices)}
+        return ", ".join(f"{gib(size)} on {device}" for device, size in sizes.items() if size)
+
     def resident(self, device: str, now: float) -> Resident:
         """Describe it for the plan of a device."""
         workers = self.workers(device)
@@ -158,7 +163,8 @@ class ModelMemory:
         self._known[version] = stamps, sizes
         model = DemandedModel(next(self._keys), config, host, sizes)
         self._models[id(host)] = model
-        host.demand.begin(partial(self._find_room, model), is_lazy=is_lazy)
+        find_room = partial(self._find_room, model)
+        host.demand.begin(find_room, is_lazy=is_lazy, memory=model.describe_memory)
 
     def close(self, host: ModelHost | None) -> None:
         """Forget a version that has ended, but not how much memory it took."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -69,6 +70,8 @@ class InstanceScaler:
         self._tasks: set[asyncio.Task[None]] = set()
         self.find_room: FindRoom | None = None
         self.is_cold = False
+        # When the first instance was last ready, in seconds since 1970.
+        self.warm_since = time.time()
         # Why the first instance could not be loaded on demand, and until when requests are refused.
         self.problem = ""
         self._load_again_at = 0.0
@@ -166,6 +169,7 @@ class InstanceScaler:
         if self.is_cold:
             # Clients that were refused meanwhile come back.
             self._rates.touch(self._clock())
+            self.warm_since = time.time()
         self.is_cold = False
         self.problem = ""
         self.settled(instance)

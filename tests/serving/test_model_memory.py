@@ -1,8 +1,10 @@
 """Memory of models that are loaded on demand: the actor, with workers on strings."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -286,5 +288,27 @@ def test_a_load_counts_although_the_last_worker_was_still_leaving(tmp_path: Path
         await machine.wait(lambda: bool(request.sink.num_final))
         assert request.sink.error is None
         assert cold_starts(machine, "a")[0] == 2
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_explain_says_that_a_model_was_loaded_on_demand_and_what_it_holds(
+    tmp_path: Path, count: int
+) -> None:
+    async def scenario(machine: Machine) -> None:
+        await machine.load(machine.config("a", 2, num_instances=count))
+        model = machine.catalog.find("a")
+        explained = model.explain().scaling
+        assert explained == f"0 of 0 to {count} instances: no request has come yet"
+        before = datetime.now(UTC).replace(microsecond=0)
+        assert (await machine.ask("a")).sink.error is None
+        explained = model.explain().scaling
+        found = re.fullmatch(
+            r"loaded on demand since (\S+); it holds 2.1 GiB on cpu(.*)", explained
+        )
+        assert found is not None, explained
+        assert before <= datetime.fromisoformat(found[1]) <= datetime.now(UTC)
+        assert bool(found[2]) == (count > 1), "what is fixed needs no arithmetic"
 
     run(tmp_path, scenario)
