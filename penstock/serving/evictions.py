@@ -3,7 +3,7 @@
 One plan is about one device: its limit, what is loaded there, and the models that wait for room,
 the longest first. Models with requests or sequences stay. Among the others, those go that were used
 least recently, and no more than the first waiting model needs. Knows no process: the actor
-(`serving.model_memory`) measures, starts and stops.
+(`serving.model_memory`) starts and stops.
 """
 
 from __future__ import annotations
