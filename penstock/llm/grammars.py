@@ -10,7 +10,8 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.errors import InvalidRequest, error_text
+from penstock.errors import error_text
+from penstock.llm.grammar_errors import no_token, refusal
 from penstock.llm.token_bytes import Vocabulary
 from penstock.sampling_params import Constraint
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_SIZE, MAX_LEXER_STATES = 200_000, 20_000
 # Work of one mask: 100,000 are about 7 ms.
 MAX_STEP_FUEL = 100_000
-MAX_REASON_CHARS = 500
 # Whitespace between the parts of JSON: bounded, or a model could write nothing else.
 SPACES = r"[\x20\x0A\x0D\x09]{1,16}"
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": SPACES, "lenient": False}
@@ -96,10 +96,10 @@ class Grammars:
         try:
             grammar = _grammar(constraint)
         except (ValueError, RecursionError) as error:
-            raise _invalid(constraint, error_text(error)) from None
+            raise refusal(constraint, error_text(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise _invalid(constraint, matcher.get_error())
+            raise refusal(constraint, matcher.get_error())
         return matcher
 
     def check(self, constraint: Constraint) -> None:
@@ -107,9 +107,9 @@ class Grammars:
         matcher = self.compile(constraint)
         mask = matcher.compute_bitmask()
         if matcher.is_error():
-            raise _invalid(constraint, matcher.get_error())
+            raise refusal(constraint, matcher.get_error())
         if not any(mask):
-            raise _invalid(constraint, "no token of the model can begin such a text")
+            raise no_token(constraint)
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -132,10 +132,3 @@ def _grammar(constraint: Constraint) -> str:
         except Exception as error:  # The converter raises plain Exception.
             raise ValueError(error_text(error)) from None
     return LLMatcher.grammar_from_lark(text)
-
-
-def _invalid(constraint: Constraint, reason: str) -> InvalidRequest:
-    what = {"json_schema": "JSON schema", "regex": "regular expression"}.get(
-        constraint.kind, "grammar"
-    )
-    return InvalidRequest(f"the {what} is refused: {' '.join(reason.split())[:MAX_REASON_CHARS]}")
