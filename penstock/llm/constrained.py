@@ -7,6 +7,7 @@ runs the model meanwhile. Called by the engine, which says when tokens are commi
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error
+from penstock.llm.grammar_check import NICENESS
 from penstock.llm.grammar_errors import failure, no_token
 from penstock.llm.scheduler import BatchStep, Chunk
 from penstock.llm.sequence import Sequence
@@ -59,7 +61,10 @@ class ConstrainedSequences:
     _compiled: dict[Constraint, Future[LLMatcher]] = field(default_factory=dict)
     _held: dict[Sequence, Future[LLMatcher]] = field(default_factory=dict)
     _matchers: dict[Sequence, LLMatcher] = field(default_factory=dict)
-    _compiler: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
+    # Of lower priority: on Linux, niceness is of a thread.
+    _compiler: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "grammar", os.nice, (NICENESS,))
+    )
     _filler: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "masks"))
 
     def add(self, sequence: Sequence) -> None:
