@@ -12,6 +12,8 @@ import msgspec
 
 # Temperatures below it count as 0; the logits are divided by the temperature.
 COLDEST = 1e-5
+# The parameter of the same name, as the field of an error: protocols know where it came from.
+CONSTRAINT = "constraint"
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -20,6 +22,9 @@ class Constraint(msgspec.Struct, frozen=True):
 
     kind: Literal["json_schema", "regex", "lark", "ebnf"]
     text: str
+    # The names of the tools that the rules f0, f1, … describe, if the server has made the grammar;
+    # None if the client has. Errors name what the client sent.
+    tools: tuple[str, ...] | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -59,20 +59,24 @@ def _add_norm(
 def _apply_rope(
     qkv, keys, values, table, rope_table, positions, rows, query_norm, key_norm,
     qkv_stride, row_stride, table_stride, token_stride, epsilon,
-    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Process some heads of one token; heads are queries, then keys, then values."""
+    """Process some heads of one token; heads are queries, then keys, then values. PLACES is half a
+    head, rounded up to a power of two: Triton knows no other ranges."""
     HALF: tl.constexpr = SIZE // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token * row_stride)
     if position >= 0:
         heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        is_query = heads < NUM_HEADS
-        is_key = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV)
+        places = tl.arange(0, PLACES)[None, :]
+        is_place = places < HALF
+        asks = (heads < NUM_HEADS)[:, None]
+        is_query = asks & is_place
+        is_key = ((heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV))[:, None] & is_place
         is_value = (heads >= NUM_HEADS + NUM_KV) & (heads < NUM_HEADS + 2 * NUM_KV)
-        is_head = (heads < NUM_HEADS + 2 * NUM_KV)[:, None]
-        places = tl.arange(0, HALF)[None, :]
+        is_value = is_value[:, None] & is_place
+        is_head = (heads < NUM_HEADS + 2 * NUM_KV)[:, None] & is_place
         at = qkv + token * qkv_stride + heads[:, None] * SIZE + places
         first = tl.load(at, mask=is_head, other=0.0)
         second = tl.load(at + HALF, mask=is_head, other=0.0)
@@ -80,30 +84,36 @@ def _apply_rope(
         if HAS_NORMS:
             squares = tl.sum(one * one, 1) + tl.sum(two * two, 1)
             scale = tl.rsqrt(squares / SIZE + epsilon)[:, None]
-            asks = is_query[:, None]
-            by_one = tl.where(asks, tl.load(query_norm + places), tl.load(key_norm + places))
+            by_one = tl.where(
+                asks,
+                tl.load(query_norm + places, mask=is_place, other=0.0),
+                tl.load(key_norm + places, mask=is_place, other=0.0),
+            )
             by_two = tl.where(
-                asks, tl.load(query_norm + HALF + places), tl.load(key_norm + HALF + places)
+                asks,
+                tl.load(query_norm + HALF + places, mask=is_place, other=0.0),
+                tl.load(key_norm + HALF + places, mask=is_place, other=0.0),
             )
             one = (one * scale).to(first.dtype).to(tl.float32) * by_one.to(tl.float32)
             two = (two * scale).to(first.dtype).to(tl.float32) * by_two.to(tl.float32)
             one = one.to(first.dtype).to(tl.float32)
             two = two.to(first.dtype).to(tl.float32)
         angles = rope_table + position.to(tl.int64) * SIZE + places
-        cosines, sines = tl.load(angles), tl.load(angles + HALF)
+        cosines = tl.load(angles, mask=is_place, other=0.0)
+        sines = tl.load(angles + HALF, mask=is_place, other=0.0)
         rotated_one = (one * cosines - two * sines).to(first.dtype)
         rotated_two = (two * cosines + one * sines).to(first.dtype)
-        tl.store(at, rotated_one, mask=is_query[:, None])
-        tl.store(at + HALF, rotated_two, mask=is_query[:, None])
+        tl.store(at, rotated_one, mask=is_query)
+        tl.store(at + HALF, rotated_two, mask=is_query)
         row = tl.load(rows + token * row_stride).to(tl.int64)
         block = tl.load(table + row * table_stride + position // BLOCK).to(tl.int64)
         slot = (block * BLOCK + position % BLOCK) * token_stride
         to_key = keys + slot + (heads - NUM_HEADS)[:, None] * SIZE + places
-        tl.store(to_key, rotated_one, mask=is_key[:, None])
-        tl.store(to_key + HALF, rotated_two, mask=is_key[:, None])
+        tl.store(to_key, rotated_one, mask=is_key)
+        tl.store(to_key + HALF, rotated_two, mask=is_key)
         to_value = values + slot + (heads - NUM_HEADS - NUM_KV)[:, None] * SIZE + places
-        tl.store(to_value, first, mask=is_value[:, None])
-        tl.store(to_value + HALF, second, mask=is_value[:, None])
+        tl.store(to_value, first, mask=is_value)
+        tl.store(to_value + HALF, second, mask=is_value)
 
 
 @triton.jit
@@ -173,8 +183,8 @@ def apply_rope(
         qkv, paged.keys, paged.values, paged.table, rope_table, positions, rows,
         query_norm, key_norm,
         qkv.stride(0), positions.stride(0), paged.table.stride(0), paged.keys.stride(0), epsilon,
-        num_heads, num_kv_heads, size, HEADS_TOGETHER, paged.block_size, norms is not None,
-        num_warps=2,
+        num_heads, num_kv_heads, size, triton.next_power_of_2(size // 2), HEADS_TOGETHER,
+        paged.block_size, norms is not None, num_warps=2,
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ runs the model meanwhile. Called by the engine, which says when tokens are commi
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -14,7 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.errors import BackendFailed, PenstockError, describe_error
+from penstock.errors import BackendFailed, InvalidRequest, PenstockError, describe_error
+from penstock.llm.grammar_check import NICENESS
+from penstock.llm.grammar_errors import failure, no_token
 from penstock.llm.scheduler import BatchStep, Chunk
 from penstock.llm.sequence import Sequence
 from penstock.sampling_params import Constraint
@@ -25,11 +29,12 @@ if TYPE_CHECKING:
 
     from penstock.llm.grammars import Grammars
 
+log = logging.getLogger("penstock.llm")
+
 # Compiled grammars that are kept for requests with the same one.
 MAX_COMPILED = 32
 # Seconds that an engine without other work waits for a grammar at a time.
 PAUSE_S = 0.005
-MAX_REASON_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,8 @@ class TokenMasks:
     words: Array
     # The place of each row among the step's sampled chunks.
     places: Many[int]
-    # Why sequences cannot go on.
-    failures: Mapping[Sequence, str]
+    # Why sequences cannot go on: InvalidRequest if their grammar is to blame.
+    failures: Mapping[Sequence, PenstockError]
 
 
 @dataclass(slots=True)
@@ -56,7 +61,10 @@ class ConstrainedSequences:
     _compiled: dict[Constraint, Future[LLMatcher]] = field(default_factory=dict)
     _held: dict[Sequence, Future[LLMatcher]] = field(default_factory=dict)
     _matchers: dict[Sequence, LLMatcher] = field(default_factory=dict)
-    _compiler: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
+    # Of lower priority: on Linux, niceness is of a thread.
+    _compiler: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "grammar", os.nice, (NICENESS,))
+    )
     _filler: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "masks"))
 
     def add(self, sequence: Sequence) -> None:
@@ -77,9 +85,9 @@ class ConstrainedSequences:
         self._held.pop(sequence, None)
         self._matchers.pop(sequence, None)
 
-    def release(self) -> dict[Sequence, str]:
+    def release(self) -> dict[Sequence, PenstockError]:
         """Let sequences start whose grammars are compiled; return those that cannot, with why."""
-        failures: dict[Sequence, str] = {}
+        failures: dict[Sequence, PenstockError] = {}
         for sequence, compiled in list(self._held.items()):
             if not compiled.done():
                 continue
@@ -89,7 +97,7 @@ class ConstrainedSequences:
                 self._matchers[sequence] = compiled.result().deep_copy()
                 sequence.is_held = False
             else:
-                failures[sequence] = _reason(error)
+                failures[sequence] = _failed(error)
         return failures
 
     def pause(self) -> None:
@@ -137,14 +145,18 @@ class ConstrainedSequences:
         if rows:
             matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(rows)]
             fill_next_token_bitmask_par(self._executor, matchers, words)
-        failures: dict[Sequence, str] = {}
+        failures: dict[Sequence, PenstockError] = {}
         for number, (_, chunk, matcher) in enumerate(rows):
+            constraint = chunk.sequence.params.constraint
+            assert constraint is not None
             if matcher.is_error():
-                failures[chunk.sequence] = f"its grammar fails: {matcher.get_error()}"
+                error = failure(constraint, matcher.get_error())
+                if not isinstance(error, InvalidRequest):
+                    log.error("structured output failed: %s", matcher.get_error())
+                failures[chunk.sequence] = error
             elif not _set_stops(words[number].view(np.uint32), chunk, grammars.end_token):
-                failures[chunk.sequence] = "its grammar allows no token"
-        reasons = {each: text[:MAX_REASON_CHARS] for each, text in failures.items()}
-        return TokenMasks(words, [place for place, _, _ in rows], reasons)
+                failures[chunk.sequence] = no_token(constraint)
+        return TokenMasks(words, [place for place, _, _ in rows], failures)
 
 
 def _set_stops(words: Array, chunk: Chunk, end_token: int) -> bool:
@@ -166,6 +178,8 @@ def _has(words: Array, token: int) -> bool:
     return bool(words[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
 
-def _reason(error: BaseException) -> str:
-    text = str(error) if isinstance(error, PenstockError) else describe_error(error)
-    return str(BackendFailed(f"its grammar cannot be compiled: {text}"))[:MAX_REASON_CHARS]
+def _failed(error: BaseException) -> PenstockError:
+    if isinstance(error, PenstockError):
+        return error
+    log.error("a grammar cannot be compiled", exc_info=error)
+    return BackendFailed(f"the grammar could not be compiled: {describe_error(error)}")

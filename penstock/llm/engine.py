@@ -85,8 +85,8 @@ class Engine:
     prompt_logprobs: list[PromptLogprobsChunk] = field(default_factory=list)
     # None: requests with a constraint are refused.
     constrained: ConstrainedSequences | None = None
-    # Requests that a grammar ended, with the reason; not yet taken by the caller.
-    failures: dict[int, str] = field(default_factory=dict)
+    # Requests that a grammar ended, with the error; not yet taken by the caller.
+    failures: dict[int, PenstockError] = field(default_factory=dict)
     _in_flight: deque[StepInFlight] = field(default_factory=deque)
     # Moving average of the tokens that a sequence generates.
     _usual: float | None = None
@@ -190,10 +190,10 @@ class Engine:
         result.constrain(found)
         return result, events
 
-    def _note_failures(self, failures: Mapping[Sequence, str]) -> None:
-        for sequence, reason in failures.items():
+    def _note_failures(self, failures: Mapping[Sequence, PenstockError]) -> None:
+        for sequence, error in failures.items():
             if sequence.request in self._sequences:
-                self.failures[sequence.request] = reason
+                self.failures[sequence.request] = error
                 self.give_up(sequence.request, "error")
 
     def _take_tokens(self, new: Many[tuple[Sequence, int]]) -> None:

@@ -14,7 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from penstock.errors import ConfigError, Overloaded, PenstockError, describe_error
+from penstock.errors import (
+    ConfigError,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    describe_error,
+)
 from penstock.llm import messages, wait_policy
 from penstock.llm.engine import Engine
 from penstock.llm.engine_links import EngineLink, EngineLinks
@@ -167,8 +173,9 @@ class EngineProcess:
     def _tell_failures(self, engine: Engine) -> None:
         """Answer the requests whose grammar failed."""
         failures, engine.failures = engine.failures, {}
-        for request, reason in failures.items():
-            self._fail([request], reason, is_invalid=True)
+        for request, error in failures.items():
+            is_invalid = isinstance(error, InvalidRequest)
+            self._fail([request], str(error)[:MAX_ERROR_CHARS], is_invalid=is_invalid)
 
     def _check_open(self, engine: Engine, request: int) -> None:
         if not engine.has(request):

@@ -1,16 +1,19 @@
 """Grammars of structured output: the seam to llguidance.
 
-Clients send grammars, so each is compiled first in the renderer process, under its limits of time
-and memory (`check`), and only then in the engine. llguidance's own limits bound the work of a step.
+Clients send grammars, so each is compiled first in a fork of the renderer process, under limits of
+time and memory (`grammar_check`), and only then in the engine. llguidance's own limits bound the
+work of a step.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.errors import InvalidRequest, error_text
+from penstock.errors import error_text
+from penstock.llm.grammar_errors import TOO_COMPLEX, no_token, refusal
 from penstock.llm.token_bytes import Vocabulary
 from penstock.sampling_params import Constraint
 
@@ -19,9 +22,12 @@ if TYPE_CHECKING:
 
 # Symbols of a grammar, and states of its lexer, which take about 2 kB each.
 MAX_GRAMMAR_SIZE, MAX_LEXER_STATES = 200_000, 20_000
+# Size of all its regular expressions, before their first step.
+MAX_START_FUEL = 300_000
 # Work of one mask: 100,000 are about 7 ms.
 MAX_STEP_FUEL = 100_000
-MAX_REASON_CHARS = 500
+# Seconds of the first mask: a step waits for its masks. Those of usual grammars take milliseconds.
+MAX_MASK_S = 0.1
 # Whitespace between the parts of JSON: bounded, or a model could write nothing else.
 SPACES = r"[\x20\x0A\x0D\x09]{1,16}"
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": SPACES, "lenient": False}
@@ -82,6 +88,7 @@ class Grammars:
         tokens = ByteTokens(vocabulary, encode)
         self._tokenizer = LLTokenizer(tokens, n_vocab=num, eos_token=[self.end_token])  # type: ignore[arg-type]
         self._limits = LLParserLimits(
+            initial_lexer_fuel=MAX_START_FUEL,
             step_lexer_fuel=MAX_STEP_FUEL,
             max_lexer_states=MAX_LEXER_STATES,
             max_grammar_size=MAX_GRAMMAR_SIZE,
@@ -96,20 +103,24 @@ class Grammars:
         try:
             grammar = _grammar(constraint)
         except (ValueError, RecursionError) as error:
-            raise _invalid(constraint, error_text(error)) from None
+            raise refusal(constraint, error_text(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
-            raise _invalid(constraint, matcher.get_error())
+            raise refusal(constraint, matcher.get_error())
         return matcher
 
     def check(self, constraint: Constraint) -> None:
         """Compile a grammar and compute its first mask; InvalidRequest if that fails."""
         matcher = self.compile(constraint)
+        began = time.thread_time()
         mask = matcher.compute_bitmask()
+        took_s = time.thread_time() - began
         if matcher.is_error():
-            raise _invalid(constraint, matcher.get_error())
+            raise refusal(constraint, matcher.get_error())
+        if took_s > MAX_MASK_S:
+            raise refusal(constraint, TOO_COMPLEX)
         if not any(mask):
-            raise _invalid(constraint, "no token of the model can begin such a text")
+            raise no_token(constraint)
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -132,10 +143,3 @@ def _grammar(constraint: Constraint) -> str:
         except Exception as error:  # The converter raises plain Exception.
             raise ValueError(error_text(error)) from None
     return LLMatcher.grammar_from_lark(text)
-
-
-def _invalid(constraint: Constraint, reason: str) -> InvalidRequest:
-    what = {"json_schema": "JSON schema", "regex": "regular expression"}.get(
-        constraint.kind, "grammar"
-    )
-    return InvalidRequest(f"the {what} is refused: {' '.join(reason.split())[:MAX_REASON_CHARS]}")

@@ -123,6 +123,7 @@ class Calls:
     def __init__(self, offer: Offer) -> None:
         assert offer.format is not None
         self._form, self._is_parallel = offer.format, offer.is_parallel
+        self._is_forced = offer.is_forced
         self._names = frozenset(tool.name for tool in offer.tools)
         self.num_calls = 0
         # "rest": what follows the calls of an answer is dropped.
@@ -143,10 +144,11 @@ class Calls:
             pass
 
     def end(self, found: MessageDelta) -> None:
-        """Pass on what was held back, unless it belongs to calls."""
+        """Pass on what was held back, unless it belongs to calls. In an answer that must be calls,
+        all of it does: a limit of tokens has cut it."""
         is_content = self._state in ("start", "text")
         is_broken = self._state == "call" and not self._scanner.name
-        if is_content or is_broken or not self.num_calls:
+        if not self._is_forced and (is_content or is_broken or not self.num_calls):
             found.content += self._raw + self._held
         self._held = self._raw = ""
 

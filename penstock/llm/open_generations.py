@@ -33,6 +33,7 @@ from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import TextMetrics
 from penstock.llm.token_bytes import Vocabulary
 from penstock.processes.channel import Datagrams
+from penstock.sampling_params import CONSTRAINT
 from penstock.serving.core_link import EngineCore
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.quotas import QueueShares, Quotas, TokenQuotas
@@ -338,8 +339,10 @@ class OpenGenerations:
             case messages.RequestRefused() as refusal:
                 self._refuse(refusal)
             case messages.StepFailed() as failure:
-                kind = InvalidRequest if failure.is_invalid else BackendFailed
-                self._fail(failure.requests, kind(failure.reason))
+                error: PenstockError = BackendFailed(failure.reason)
+                if failure.is_invalid:
+                    error = InvalidRequest(failure.reason, CONSTRAINT)
+                self._fail(failure.requests, error)
 
     def _take_prompt(self, message: messages.PromptLogprobsChunk) -> None:
         """Store prompt logprobs, which arrive before the request's first token."""

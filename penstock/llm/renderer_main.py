@@ -28,6 +28,7 @@ from penstock.errors import (
     error_text,
 )
 from penstock.llm import messages
+from penstock.llm.grammar_check import check_apart
 from penstock.llm.text import Text
 from penstock.llm.text_files import read_text
 from penstock.processes.parts import PART_BYTES, Joiner, split
@@ -118,7 +119,7 @@ class RendererProcess:
         text = self._text
         assert text is not None, "jobs come after LoadText"
         if isinstance(message, messages.CheckGrammar):
-            self._grammars(text).check(message.constraint)
+            check_apart(partial(self._grammars(text).check, message.constraint))
             return []
         if isinstance(message, messages.EncodeTexts):
             return [text.encode(each, is_whole=message.is_whole) for each in message.texts]

@@ -172,15 +172,16 @@ def after_prompt(offer: Offer, vocabulary: Vocabulary, prompt: Sequence[int]) ->
 def constrain(offer: Offer, constraint: Constraint | None) -> Constraint | None:
     """Return the constraint of the whole text for one of its content, or for forced calls."""
     is_json = constraint is not None and constraint.kind == "json_schema"
+    names = tuple(tool.name for tool in offer.tools)
     if offer.is_forced and offer.format is not None:
-        return Constraint("lark", _grammar(offer, "calls", _call_rules(offer)))
+        return Constraint("lark", _grammar(offer, "calls", _call_rules(offer)), names)
     if constraint is None or not is_json or not (offer.tools or offer.has_reasoning):
         return constraint
     rules = f"content: {_json_rule(json.loads(constraint.text))}\n"
     if offer.tools and offer.format is not None:
         rules += _call_rules(offer)
-        return Constraint("lark", _grammar(offer, "content | calls", rules))
-    return Constraint("lark", _grammar(offer, "content", rules))
+        return Constraint("lark", _grammar(offer, "content | calls", rules), names)
+    return Constraint("lark", _grammar(offer, "content", rules), ())
 
 
 def _grammar(offer: Offer, body: str, rules: str) -> str:

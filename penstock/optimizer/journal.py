@@ -72,6 +72,11 @@ class Journal:
         # Time of the oldest reused finding, in seconds since the epoch.
         self.oldest_at: float | None = None
 
+    @property
+    def has_timings(self) -> bool:
+        """Whether it has findings that took their time: a later run resumes from them."""
+        return any(_plain(kind) in TIMINGS for kind, _ in self._known)
+
     def __enter__(self) -> Journal:
         return self
 

@@ -94,7 +94,11 @@ class ModelRun(ABC, Generic[S, D]):
             files = self.files(subject)
             workspace.check_room(Path(plan.out), files, is_resumed=original.is_dir())
             findings = Findings()
-            with Journal(folder, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
+            was_there = folder.exists()
+            with (
+                Journal(folder, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal,
+                workspace.kept_if_useful(folder, lambda: was_there or journal.has_timings),
+            ):
                 subject = replace(subject, build=self.place(subject, original))
                 found, build = self.conclude(subject, data, journal, findings)
                 _note_resumed(found, journal)

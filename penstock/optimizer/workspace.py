@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
 from penstock import units
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.plan import Plan
@@ -76,9 +76,11 @@ def report_path(plan: Plan) -> Path:
 
 @contextmanager
 def open_model(plan: Plan, open_at: Callable[[Path], T]) -> Iterator[T]:
-    """Open the model in a temporary folder of this process, until the run's folder is known."""
+    """Open the model in a temporary folder of this process, until the run's folder is known. A run
+    that leaves nothing else there leaves no folder that was not there before."""
     work = work_folder(plan)
     folder = work / f"{OPENING}{os.getpid()}"
+    made = [each for each in (work, *work.parents) if not each.exists()]
     try:
         try:
             sweep(work)
@@ -89,6 +91,20 @@ def open_model(plan: Plan, open_at: Callable[[Path], T]) -> Iterator[T]:
         yield subject
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            for each in made:
+                each.rmdir()
+
+
+@contextmanager
+def kept_if_useful(folder: Path, is_useful: Callable[[], bool]) -> Iterator[None]:
+    """Remove a run's folder if the run is refused and no later one can resume from it."""
+    try:
+        yield
+    except PenstockError:
+        if not is_useful():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def sweep(work: Path) -> None:

@@ -35,7 +35,7 @@ from penstock.protocols.choice_logprobs import ChoiceLogprobs
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.http_errors import reply_error
-from penstock.sampling_params import SamplingParams
+from penstock.sampling_params import CONSTRAINT, SamplingParams
 from penstock.serving.served import Served
 from penstock.serving.traffic_split import TrafficSplit
 from penstock.types import CANCELLED
@@ -369,6 +369,8 @@ class Answer:
 
     def failed(self, error: PenstockError) -> None:
         if not self.is_over:
+            if isinstance(error, InvalidRequest) and error.field == CONSTRAINT:
+                error.field = self.call.constraint_field
             add_field(error, self.call.field)
             self._give_up()
             self.fail(error)

@@ -7,6 +7,7 @@ Tells the shards' parts what that means for requests. Whether there is memory is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 
 from penstock.serving.core_link import ModelPart
 from penstock.serving.instance import Instance
@@ -36,10 +37,15 @@ class DemandLoading:
         self.last_started: Callable[[], float] = lambda: 0.0
         # Why a worker that is wanted is not started yet.
         self._waits_for = ""
+        self._memory: Callable[[], str] = lambda: ""
 
-    def begin(self, find_room: FindRoom, *, is_lazy: bool) -> None:
-        """Find memory for each worker from now on. Only before the model is loaded."""
+    def begin(
+        self, find_room: FindRoom, *, is_lazy: bool, memory: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Find memory for each worker from now on; `memory` says what the model has. Only before
+        the model is loaded."""
         self.is_used, self.is_lazy = True, is_lazy
+        self._memory = memory
         self._scaler.find_room = find_room
         self._scaler.begin_without()
 
@@ -69,6 +75,19 @@ class DemandLoading:
         if self._scaler.num_wanted:
             return f"it is being loaded{f'; {self._waits_for}' if self._waits_for else ''}"
         return f"not in memory ({self._scaler.decision.reason}); the next request loads it"
+
+    def describe(self) -> str:
+        """Say since when the model is in memory and what it holds, and why it has as many instances
+        as it has; the last is all there is to say of a model that is not loaded on demand, or not
+        loaded."""
+        instances = self._scaler.describe()
+        if not self.is_used or self._scaler.is_cold:
+            return instances
+        moment = datetime.fromtimestamp(self._scaler.warm_since, UTC)
+        text = f"loaded on demand since {moment.isoformat(timespec='seconds')}"
+        if memory := self._memory():
+            text += f"; it holds {memory}"
+        return text if self._scaler.limits[1] == 1 else f"{text}; {instances}"
 
     def evict(self, reason: str) -> None:
         """Stop all workers when they have answered; the next request starts one."""

@@ -3,7 +3,7 @@
 One plan is about one device: its limit, what is loaded there, and the models that wait for room,
 the longest first. Models with requests or sequences stay. Among the others, those go that were used
 least recently, and no more than the first waiting model needs. Knows no process: the actor
-(`serving.model_memory`) measures, starts and stops.
+(`serving.model_memory`) starts and stops.
 """
 
 from __future__ import annotations
@@ -75,13 +75,14 @@ def plan_memory(
             continue
         if used + need <= limit and later - _total(evict) + need <= limit:
             start.append(demand.key)
+            residents = [*residents, Resident(demand.key, demand.name, need, stays="loads")]
             used += need
             later += need
             continue
         if not demand.evicts:
             continue
         if first:
-            waits[demand.key] = f"{first} waits for memory before it"
+            waits[demand.key] = f"{_what_holds(limit, need, residents)}; {first} waits before it"
             continue
         first = demand.name
         enough = _least_recent(residents, later + need - limit)
@@ -90,7 +91,7 @@ def plan_memory(
             later += need
             waits[demand.key] = "other models are being stopped"
         else:
-            waits[demand.key] = _what_stays(limit, need, residents)
+            waits[demand.key] = _what_holds(limit, need, residents)
     return MemoryPlan(tuple(start), tuple(each.key for each in evict), refused, waits)
 
 
@@ -115,12 +116,14 @@ def _total(residents: Sequence[Resident]) -> int:
     return sum(each.num_bytes for each in residents)
 
 
-def _what_stays(limit: int, need: int, residents: Sequence[Resident]) -> str:
-    staying = [each for each in residents if each.stays]
-    staying.sort(key=lambda each: -each.num_bytes)
+def _what_holds(limit: int, need: int, residents: Sequence[Resident]) -> str:
+    """Say which models have the memory that a demand waits for: those that stay, if there are."""
+    holders = [each for each in residents if each.stays] or list(residents)
+    holders.sort(key=lambda each: -each.num_bytes)
     named = ", ".join(
-        f"{each.name} {gib(each.num_bytes)} ({each.stays})" for each in staying[:MAX_NAMED]
+        f"{each.name} {gib(each.num_bytes)} ({each.stays or 'is being stopped'})"
+        for each in holders[:MAX_NAMED]
     )
-    if len(staying) > MAX_NAMED:
-        named += f" and {len(staying) - MAX_NAMED} others"
+    if len(holders) > MAX_NAMED:
+        named += f" and {len(holders) - MAX_NAMED} others"
     return f"it needs {gib(need)} of {gib(limit)}, which others use: {named}"

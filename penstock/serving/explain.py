@@ -149,7 +149,8 @@ class Explanation:
     processes: list[ProcessState] = field(default_factory=list)
     # How many shards the server has, and why.
     shards: str = ""
-    # The last decision on the number of instances, and why; empty if it is fixed.
+    # The last decision on the number of instances, and why; since when it is in memory and what it
+    # holds if it is loaded on demand. Empty if the number is fixed.
     scaling: str = ""
     # Of an ensemble, in the order of its configuration.
     steps: list[StepState] = field(default_factory=list)
@@ -218,7 +219,7 @@ def explain(model: Model, now: float) -> Explanation:
         paces=paces,
         refused={name: count for name, count in metrics.num_refused.items() if count},
         notes=notes,
-        scaling="" if model.host is None else model.host.scaler.describe(),
+        scaling="" if model.host is None else model.host.demand.describe(),
     )
 
 

@@ -231,7 +231,7 @@ class ModelHost:
     def instance_died(
         self, instance: Instance, reason: str, conclude: Callable[[bool], None]
     ) -> None:
-        self.scaler.settled(instance.index)
+        self.scaler.settled(instance)
         if self._change is not None:
             self._change.died(instance, reason)
         if self.state == "READY":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -63,11 +64,14 @@ class InstanceScaler:
         # How long the last instances took to be ready.
         self.starts: deque[float] = deque(maxlen=NUM_STARTS)
         self._no_room_until = 0.0
-        # What gives back the memory that is reserved for an instance until it is loaded.
-        self._reserved: dict[int, Callable[[], None]] = {}
+        # What gives back the memory that is reserved for an instance until it is loaded, and the
+        # last life of that instance before.
+        self._reserved: dict[int, tuple[int, Callable[[], None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.find_room: FindRoom | None = None
         self.is_cold = False
+        # When the first instance was last ready, in seconds since 1970.
+        self.warm_since = time.time()
         # Why the first instance could not be loaded on demand, and until when requests are refused.
         self.problem = ""
         self._load_again_at = 0.0
@@ -142,7 +146,7 @@ class InstanceScaler:
         for task in self._tasks:
             task.cancel()
         for index in list(self._reserved):
-            self.settled(index)
+            self._give_back(index)
 
     def report(self, shard: int, load: frames.PartLoad) -> None:
         """Hear the load of a shard."""
@@ -165,9 +169,10 @@ class InstanceScaler:
         if self.is_cold:
             # Clients that were refused meanwhile come back.
             self._rates.touch(self._clock())
+            self.warm_since = time.time()
         self.is_cold = False
         self.problem = ""
-        self.settled(instance.index)
+        self.settled(instance)
 
     def tell_executors(self) -> None:
         """Tell the workers how many batches can run at once now."""
@@ -179,9 +184,16 @@ class InstanceScaler:
         for instance in ready:
             instance.send(frame)
 
-    def settled(self, index: int) -> None:
-        """Give back the reservation of an instance that has its memory, or has died."""
-        if (release := self._reserved.pop(index, None)) is not None:
+    def settled(self, instance: Instance) -> None:
+        """Give back the reservation of a worker that has its memory, or has died. The one before
+        it may still be leaving when the memory is reserved; its end changes nothing."""
+        life, _ = self._reserved.get(instance.index, (0, None))
+        if instance.life != life or not instance.is_wanted:
+            self._give_back(instance.index)
+
+    def _give_back(self, index: int) -> None:
+        _, release = self._reserved.pop(index, (0, None))
+        if release is not None:
             release()
 
     def wake(self, reason: str = FIRST_REQUEST) -> None:
@@ -328,5 +340,6 @@ class InstanceScaler:
         if not instance.is_wanted:
             release()
             return
-        self._reserved[instance.index] = release
+        self._give_back(instance.index)
+        self._reserved[instance.index] = instance.life, release
         self._supervisor.start_wanted(instance)

@@ -423,7 +423,7 @@ class ShardedModel(ShardedVersion):
             batch_sizes=dict(sorted(sizes.items())),
             refused=refused,
             notes=notes,
-            scaling=host.scaler.describe(),
+            scaling=host.demand.describe(),
         )
 
 

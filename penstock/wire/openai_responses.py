@@ -17,6 +17,13 @@ from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_constraints import of_schema, read_format
 from penstock.wire.openai_fields import OF_RESPONSES
 from penstock.wire.openai_messages import Message, read_messages
+from penstock.wire.openai_nested import (
+    FunctionTool,
+    Reasoning,
+    TextConfig,
+    check_fields,
+    check_items,
+)
 from penstock.wire.openai_tools import read_tools
 from penstock.wire.openai_v1 import (
     MAX_LOGPROBS,
@@ -76,6 +83,7 @@ _responses = msgspec.json.Decoder(ResponsesBody)
 def read_responses(body: Buffer) -> ResponsesRequest:
     found = decode(_responses, body, OF_RESPONSES)
     check_range("max_output_tokens", found.max_output_tokens, 1, None)
+    _check_nested(found)
     tools = read_tools(
         [_chat_tool(each, place) for place, each in enumerate(found.tools or ())],
         _chat_choice(found.tool_choice),
@@ -101,6 +109,19 @@ def read_responses(body: Buffer) -> ResponsesRequest:
     repeated["metadata"] = found.metadata if isinstance(found.metadata, dict) else None
     repeated["parallel_tool_calls"] = found.parallel_tool_calls is not False
     return ResponsesRequest(chat, repeated)
+
+
+def _check_nested(found: ResponsesBody) -> None:
+    """Check the types of the fields within objects; an object's reader decides what they mean."""
+    check_fields(found.reasoning, Reasoning | None, "reasoning")
+    check_fields(found.text, TextConfig | None, "text")
+    if isinstance(found.metadata, dict):
+        check_fields(found.metadata, dict[str, str], "metadata")
+    for place, tool in enumerate(found.tools or ()):
+        if tool.get("type") == "function":
+            check_fields(tool, FunctionTool, f"tools[{place}]")
+    if isinstance(found.input, list):
+        check_items(found.input)
 
 
 def _num_logprobs(found: ResponsesBody) -> int | None:

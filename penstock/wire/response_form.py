@@ -35,6 +35,10 @@ class OpenItem:
     def kind(self) -> str:
         return str(self.value["type"])
 
+    @property
+    def is_message(self) -> bool:
+        return self.kind == "message"
+
 
 @dataclass(slots=True)
 class ResponseForm:
@@ -48,6 +52,8 @@ class ResponseForm:
     _number: int = 0
     _items: list[JsonObject] = field(default_factory=list)
     _open: OpenItem | None = None
+    # Logprobs of tokens before the first text, which may turn out to belong to a call.
+    _unshown: list[TokenLogprob] = field(default_factory=list)
     _reason: str | None = None
 
     def whole(self, choices: Sequence[AnswerChoice], usage: TokenUsage) -> bytes:
@@ -86,8 +92,13 @@ class ResponseForm:
         data = b""
         if choice.reasoning:
             data += self._add_reasoning(choice.reasoning)
-        if choice.text or (choice.logprobs and not choice.calls and not choice.reasoning):
-            data += self._add_text(choice.text, choice.logprobs or ())
+        if choice.calls or choice.reasoning:
+            self._unshown.clear()
+        elif choice.logprobs:
+            self._unshown += choice.logprobs
+        if choice.text or (self._unshown and self._open is not None and self._open.is_message):
+            logprobs, self._unshown = self._unshown or choice.logprobs or (), []
+            data += self._add_text(choice.text, logprobs)
         for call in choice.calls:
             data += self._add_call(call)
         return data
@@ -100,7 +111,7 @@ class ResponseForm:
 
     def _add_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
         value = {"type": "message", "id": new_id("msg"), "role": "assistant", "content": []}
-        is_new = self._open is None or self._open.kind != "message"
+        is_new = self._open is None or not self._open.is_message
         data, item = self._item("message", value)
         if is_new:
             part = _text_part("", [])

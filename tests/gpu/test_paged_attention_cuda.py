@@ -126,7 +126,9 @@ def test_a_product_in_fp8(num_rows):
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(("dtype", "size", "group", "num_kv_heads"), HEADS[:3])
+@pytest.mark.parametrize(
+    ("dtype", "size", "group", "num_kv_heads"), [*HEADS[:3], (torch.bfloat16, 96, 1, 4)]
+)
 def test_turn(dtype, size, group, num_kv_heads, has_norms):
     case = a_case([(9, 3), (0, 0), (20, 1), (90, 40)], group, num_kv_heads, size, 16, dtype, "cuda")
     places = Places(case.batch_table, 0, 1)

@@ -46,9 +46,9 @@ def test_add_norm_in_e4m3():
 
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("group", "num_kv_heads"), [(3, 1), (2, 4)])
-def test_turn(group, num_kv_heads, has_norms):
-    """A place without a token leaves everything as it was."""
-    size = 16
+@pytest.mark.parametrize("size", [16, 96])
+def test_turn(size, group, num_kv_heads, has_norms):
+    """A place without a token leaves everything as it was. Half of 96 is no power of two."""
     case = a_case([(9, 3), (0, 0), (20, 1)], group, num_kv_heads, size)
     places = Places(case.batch_table, 0, 1)
     torch.manual_seed(1)

@@ -17,7 +17,7 @@ import tiny_llm as tiny  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 from tiny_text import TOKENIZER  # noqa: E402
 
-from penstock.errors import InvalidRequest  # noqa: E402
+from penstock.errors import BackendFailed, InvalidRequest  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
 from penstock.llm.constrained import ConstrainedSequences  # noqa: E402
 from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
@@ -174,7 +174,19 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(make):
     bad = replace(PARAMS, constraint=Constraint("regex", "("))
     texts, _ = ct.run_all(engine, [GenerateRequest(1, PROMPT, bad), schema_request(2, NUMBERS)])
     assert set(texts) == {(2, 0)}
-    assert list(engine.failures) == [1] and "unclosed group" in engine.failures[1]
+    assert list(engine.failures) == [1] and "unclosed group" in str(engine.failures[1])
+
+
+def test_a_failure_to_compile_that_is_not_the_clients_is_no_invalid_request(make):
+    engine = make()
+
+    def no_grammars():
+        raise MemoryError("no room for the vocabulary")
+
+    engine.constrained.open_grammars = no_grammars
+    texts, _ = ct.run_all(engine, [schema_request(1, NUMBERS), GenerateRequest(2, PROMPT, PARAMS)])
+    assert set(texts) == {(2, 0)}
+    assert type(engine.failures[1]) is BackendFailed
 
 
 def test_an_engine_without_grammars_refuses(decoder):

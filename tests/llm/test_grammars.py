@@ -21,7 +21,7 @@ from penstock.sampling_params import Constraint
     [
         (Constraint("json_schema", '{"type": "strange"}'), "JSON schema is refused: Invalid type"),
         (Constraint("json_schema", '{"uniqueItems": true}'), "uniqueItems"),
-        (Constraint("json_schema", '{"$ref": "#/$defs/none"}'), "does not exist"),
+        (Constraint("json_schema", '{"$ref": "#/$defs/none"}'), "leads nowhere"),
         (Constraint("json_schema", "false"), "a schema is an object"),
         (Constraint("json_schema", '{"type": "string", "pattern": "("}'), "unclosed group"),
         (Constraint("regex", "a("), "regular expression is refused: .*unclosed group"),

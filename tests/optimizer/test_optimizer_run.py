@@ -202,7 +202,26 @@ def test_labels_that_the_original_knows_nothing_of_are_refused(plan: Plan) -> No
     np.savez(plan.data, x=rows, label=np.random.default_rng(0).permutation(labels))
     with pytest.raises(ConfigError, match="guessing gives"):
         run.optimize(plan, lambda progress: None, "")
-    assert not (Path(plan.out) / "small").exists()
+    assert not Path(plan.out).exists(), "nothing is left that was not there"
+
+
+def test_a_refused_run_leaves_what_was_there(plan: Plan) -> None:
+    with_nan(plan, 117)
+    other = Path(plan.out) / ".optimize" / "other" / "journal.jsonl"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="row 117 has NaN"):
+            run.optimize(plan, lambda progress: None, "")
+    found = {path.relative_to(plan.out).as_posix() for path in Path(plan.out).rglob("*")}
+    assert found == {".optimize", ".optimize/other", ".optimize/other/journal.jsonl"}
+
+
+def test_data_that_cannot_be_read_leaves_nothing(plan: Plan) -> None:
+    Path(plan.data).write_bytes(b"no archive")
+    with pytest.raises(ConfigError):
+        run.optimize(plan, lambda progress: None, "")
+    assert not Path(plan.out).exists()
 
 
 def with_nan(plan: Plan, row: int) -> None:

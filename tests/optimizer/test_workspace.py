@@ -19,6 +19,22 @@ def free(monkeypatch: pytest.MonkeyPatch):
     return have
 
 
+@pytest.mark.parametrize("is_useful", [False, True])
+def test_the_folder_of_a_refused_run_goes_unless_a_later_run_can_resume(
+    tmp_path: Path, is_useful: bool
+) -> None:
+    folder = tmp_path / "key"
+    (folder / "original").mkdir(parents=True)
+    refused = workspace.kept_if_useful(folder, lambda: is_useful)
+    with pytest.raises(ConfigError), refused:
+        raise ConfigError(["no"])
+    assert folder.exists() == is_useful
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(KeyboardInterrupt), workspace.kept_if_useful(folder, lambda: False):
+        raise KeyboardInterrupt
+    assert folder.exists()
+
+
 def test_space_is_that_of_the_file_system_the_folder_will_be_on(tmp_path: Path) -> None:
     there = shutil.disk_usage(tmp_path).free
     assert workspace.free_bytes(tmp_path / "not" / "yet") == pytest.approx(there, rel=0.05)

@@ -108,3 +108,31 @@ def test_what_cannot_be_done_is_an_error_that_names_its_field(tmp_path, fields, 
 
     error = run(tmp_path, scenario)
     assert error.param == param and error.status_code in (400, 413)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 12])
+def test_a_forced_call_that_is_cut_leaves_no_markup(tmp_path, limit):
+    async def scenario(client, server):
+        asked = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_output_tokens": limit}
+        create = client.responses.create
+        whole = await create(**asked, include=["message.output_text.logprobs"])
+        stream = await create(**asked, stream=True)
+        chat = await client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "the cat"}],
+            tools=[{"type": "function", "function": {"name": "weather", "parameters": CITY}}],
+            tool_choice="required",
+            max_tokens=limit,
+            seed=3,
+        )
+        return whole, [event async for event in stream], chat.choices[0]
+
+    whole, events, choice = run(tmp_path, scenario)
+    assert events[-1].type == "response.incomplete"
+    assert not any(each.type.startswith("response.output_text") for each in events)
+    for response in (whole, events[-1].response):
+        assert response.status == "incomplete"
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.usage.output_tokens == limit
+        assert all(each.type == "function_call" for each in response.output), response.output
+    assert choice.finish_reason == "length" and not choice.message.content

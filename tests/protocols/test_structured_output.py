@@ -142,8 +142,10 @@ def test_a_grammar_that_fails_while_it_is_used_is_the_clients_fault(tmp_path):
         names = [f"name{number}" for number in range(700)]
         schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
         fields = {"guided_json": schema}
-        with pytest.raises(openai.BadRequestError, match="its grammar fails: .*max is"):
+        text = "JSON schema is refused while it was used: it is too large or too complex"
+        with pytest.raises(openai.BadRequestError, match=text) as error:
             await client.chat.completions.create(model=NAME, messages=CHAT, extra_body=fields)
+        assert error.value.param == "guided_json"
         return await client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=3)
 
     assert with_client(tmp_path, scenario).usage.completion_tokens == 3

@@ -63,13 +63,27 @@ def test_one_that_fits_passes_one_that_nothing_can_be_evicted_for():
     residents = [resident(1, 3, stays="has requests")]
     found = plan(4, residents, demand(2, 2), demand(3, 1), demand(4, 2))
     assert found.start == (3,)
-    assert found.waits[4] == "m2/1 waits for memory before it"
+    assert (
+        found.waits[4] == "it needs 2.0 GiB of 4.0 GiB, which others use: m1/1 3.0 GiB "
+        "(has requests), m3/1 1.0 GiB (loads); m2/1 waits before it"
+    )
 
 
 def test_memory_that_becomes_free_is_kept_for_whom_it_was_evicted():
     residents = [resident(1, 3, leaves=True)]
     found = plan(4, residents, demand(2, 4), demand(3, 1))
     assert found.start == () and set(found.waits) == {2, 3}
+    assert (
+        found.waits[3] == "it needs 1.0 GiB of 4.0 GiB, which others use: m1/1 3.0 GiB "
+        "(is being stopped); m2/1 waits before it"
+    )
+
+
+def test_a_model_that_begins_to_load_is_named_by_those_that_wait():
+    found = plan(4, [], demand(1, 3), demand(2, 2))
+    assert found.start == (1,)
+    expected = "it needs 2.0 GiB of 4.0 GiB, which others use: m1/1 3.0 GiB (loads)"
+    assert found.waits == {2: expected}
 
 
 def test_a_further_worker_evicts_nothing():

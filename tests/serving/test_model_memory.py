@@ -1,12 +1,15 @@
 """Memory of models that are loaded on demand: the actor, with workers on strings."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 from doubles import FakeGpus, Puppets, RecordingSink
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, ModelMemoryLimit, ScalingConfig
@@ -84,7 +87,10 @@ class Machine:
 
 
 def run(
-    folder: Path, scenario: Callable[[Machine], Awaitable[None]], gpus: tuple[int, ...] = ()
+    folder: Path,
+    scenario: Callable[[Machine], Awaitable[None]],
+    gpus: tuple[int, ...] = (),
+    runner: Callable[[Coroutine[object, object, None]], None] = asyncio.run,
 ) -> None:
     async def main() -> None:
         machine = Machine(folder, *gpus)
@@ -92,7 +98,7 @@ def run(
         await machine.until(machine.catalog.close())
         assert machine.puppets.alive == []
 
-    asyncio.run(main())
+    runner(main())
 
 
 def test_the_model_that_was_used_least_recently_makes_room(tmp_path: Path) -> None:
@@ -234,5 +240,75 @@ def test_further_instances_are_started_only_where_nothing_must_go(tmp_path: Path
             await machine.step()
         assert [each.is_ready for each in model.processes] == [True, True]
         assert machine.loaded == {"a", "b"}
+
+    run(tmp_path, scenario)
+
+
+def cold_starts(machine: Machine, name: str) -> tuple[int, float]:
+    """Return the loads of a model and their seconds, as a scrape shows them."""
+    lines = [line for each in machine.catalog.memory.families() for line in each.lines]
+    found = [
+        next(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith(f'{metric}{{model="{name}"')
+        )
+        for metric in ("penstock_model_loads", "penstock_cold_start_seconds")
+    ]
+    return int(found[0]), found[1]
+
+
+def test_each_load_counts_although_its_client_has_left_and_the_clock_is_coarse(
+    tmp_path: Path,
+) -> None:
+    async def scenario(machine: Machine) -> None:
+        await machine.load(machine.config("a", 1))
+        model = machine.catalog.find("a")
+        for count in range(1, 4):
+            request = machine.send("a")
+            model.cancel(request)
+            await machine.wait(lambda: machine.loaded == {"a"})
+            loads, seconds = cold_starts(machine, "a")
+            assert loads == count and seconds > 0
+            model.host.demand.evict("by hand")
+            await machine.wait(lambda: not machine.puppets.alive)
+
+    # The time of its event loop has whole milliseconds, and stands still during a turn.
+    run(tmp_path, scenario, runner=uvloop.run)
+
+
+def test_a_load_counts_although_the_last_worker_was_still_leaving(tmp_path: Path) -> None:
+    async def scenario(machine: Machine) -> None:
+        await machine.load(machine.config("a", 1))
+        assert (await machine.ask("a")).sink.error is None
+        machine.catalog.find("a").host.demand.evict("by hand")
+        request = machine.send("a")
+        await asyncio.sleep(0.1)
+        assert not request.sink.num_final
+        await machine.wait(lambda: bool(request.sink.num_final))
+        assert request.sink.error is None
+        assert cold_starts(machine, "a")[0] == 2
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_explain_says_that_a_model_was_loaded_on_demand_and_what_it_holds(
+    tmp_path: Path, count: int
+) -> None:
+    async def scenario(machine: Machine) -> None:
+        await machine.load(machine.config("a", 2, num_instances=count))
+        model = machine.catalog.find("a")
+        explained = model.explain().scaling
+        assert explained == f"0 of 0 to {count} instances: no request has come yet"
+        before = datetime.now(UTC).replace(microsecond=0)
+        assert (await machine.ask("a")).sink.error is None
+        explained = model.explain().scaling
+        found = re.fullmatch(
+            r"loaded on demand since (\S+); it holds 2.1 GiB on cpu(.*)", explained
+        )
+        assert found is not None, explained
+        assert before <= datetime.fromisoformat(found[1]) <= datetime.now(UTC)
+        assert bool(found[2]) == (count > 1), "what is fixed needs no arithmetic"
 
     run(tmp_path, scenario)

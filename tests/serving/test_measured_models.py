@@ -1,0 +1,88 @@
+"""What models loaded on demand take: estimated from their files, measured, and remembered."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from doubles import FakeClock, Puppets
+
+from penstock.config import BatchPolicy, ModelConfig, ScalingConfig
+from penstock.serving.measured_models import WORKER_BYTES, MeasuredModels
+from penstock.serving.metrics import ModelMetrics
+from penstock.serving.model_host import ModelHost
+from penstock.types import TensorSpec
+
+MIB = 1 << 20
+
+
+def run(
+    folder: Path, scenario: Callable[[MeasuredModels, ModelConfig, ModelHost], Awaitable[None]]
+) -> None:
+    async def main() -> None:
+        (folder / "weights").write_bytes(bytes(3 * MIB))
+        config = ModelConfig(
+            name="a",
+            version="1",
+            backend="null",
+            artifact=str(folder / "weights"),
+            inputs=(TensorSpec("x", "INT64", (1,)),),
+            outputs=(TensorSpec("y", "INT64", (1,)),),
+            max_batch_size=4,
+            batching=BatchPolicy(4),
+            scaling=ScalingConfig(on_demand="true"),
+        )
+        host = ModelHost(config, Puppets(), FakeClock(), ModelMetrics("a", "1"))
+        await scenario(MeasuredModels(lambda device: 7 * MIB), config, host)
+
+    asyncio.run(main())
+
+
+def test_a_size_is_estimated_once_and_remembered_while_the_files_are_the_same(
+    tmp_path: Path,
+) -> None:
+    async def scenario(models: MeasuredModels, config: ModelConfig, host: ModelHost) -> None:
+        files = {Path("weights"): (1, 1)}
+        model = models.open(config, host, files)
+        await models.read(model, config)
+        assert model.sizes == {"cpu": 3 * MIB + WORKER_BYTES} and models.totals == {"cpu": 7 * MIB}
+        model.sizes["cpu"] = 5 * MIB
+        models.close(host)
+        assert not models
+        again = models.open(config, host, files)
+        await models.read(again, config)
+        assert again.sizes == {"cpu": 5 * MIB}
+        changed = models.open(config, host, {Path("weights"): (2, 1)})
+        assert changed.sizes == {}
+        other = models.open(replace(config, version="2"), host, files)
+        assert other.sizes == {}
+
+    run(tmp_path, scenario)
+
+
+def test_a_worker_counts_with_what_was_measured_and_not_again_too_soon(tmp_path: Path) -> None:
+    async def scenario(models: MeasuredModels, config: ModelConfig, host: ModelHost) -> None:
+        model = models.open(config, host, {})
+        [instance] = host.instances
+        model.sizes["cpu"] = MIB
+        assert model.bytes_on("cpu") == MIB, "it is about to start"
+
+        class Child:
+            class life:
+                pid = os.getpid()
+
+        instance.child, instance.is_ready, instance.life = Child(), True, 1
+        await models.measure()
+        measured = model.bytes_on("cpu")
+        assert measured > MIB and model.sizes["cpu"] == measured
+        assert model.describe_memory().endswith("MiB on cpu")
+        model.measured.clear()
+        await models.measure(again_s=60.0)
+        assert model.measured == {}
+        await models.measure()
+        assert set(model.measured) == {1}
+        [found] = models.residents("cpu")
+        assert found.name == "a/1" and models.residents("cpu", but=model) == []
+
+    run(tmp_path, scenario)
