@@ -1,8 +1,8 @@
 """The module that a Triton `model.py` imports as `triton_python_backend_utils`, usually pb_utils.
 
 Names and signatures are Triton's, so that such files run unchanged; tensors are on the CPU and
-input arrays are read-only. `triton_calls` calls other models. Features that are not supported
-(several responses to a request, custom metrics) raise TritonModelException.
+input arrays are read-only. `triton_calls` calls other models, `metric_book` has custom metrics.
+Features that are not supported raise TritonModelException.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from penstock.backends import Responder
 from penstock.backends.current import Current
+from penstock.backends.metric_book import Metric as Metric
+from penstock.backends.metric_book import MetricFamily as MetricFamily
 from penstock.backends.triton_responses import ResponseSender, TritonModelException
 from penstock.types import DATATYPES, Array, Parameter
 
@@ -318,15 +320,6 @@ class Logger:
     @staticmethod
     def log_verbose(message: str) -> None:
         log.debug("%s", message)
-
-
-class MetricFamily:
-    COUNTER = 0
-    GAUGE = 1
-    HISTOGRAM = 2
-
-    def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
-        _refuse(f"metric family '{name}' of a model")
 
 
 class AutoConfig:

@@ -166,7 +166,6 @@ REQUEST = pb_utils.InferenceRequest(model_name="other")
     "use",
     [
         lambda: REQUEST.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE),
-        lambda: pb_utils.MetricFamily(name="n", description="d", kind=pb_utils.MetricFamily.GAUGE),
         lambda: pb_utils.load_model("other"),
         lambda: pb_utils.unload_model("other"),
         lambda: pb_utils.is_model_ready("other"),

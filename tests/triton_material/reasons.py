@@ -23,7 +23,6 @@ PARAMETERS = "only responses of decoupled models have parameters"
 CANCELLED = "is_cancelled of a model that is not decoupled is always False"
 SENDER = "a model that is not decoupled must send its one response before execute returns"
 CALLS = "calls of models cannot be cancelled by the model"
-METRICS = "custom metrics (MetricFamily) of models are refused"
 LOG_TEXT = "looks for a text in the log that Triton writes"
 LABELS = "looks for a line of the metrics whose labels are in another order"
 BITS = "as_numpy of BF16 gives the bits as uint16, where Triton's raises"
@@ -145,7 +144,6 @@ _FAILS: Mapping[str, tuple[str, ...]] = {
         "Python model: wrong_return_type",
     ),
     TEST_PATH: ("Python model: init_args",),
-    METRICS: ("Python backend example: custom_metrics", "examples/custom_metrics/client.py"),
     # Everything before its last check passes.
     "a version that is no number is refused with another text": (
         "grpc_explicit_int8_content_client.py",
