@@ -279,9 +279,9 @@ def backend(name: str) -> LoadRunner:
                 config, load_model
             )
             return stateful
-        if not config.has_views:
-            return load(config)
-        runner: Runner = importlib.import_module(f"{__name__}.views").load(config, load)
+        views = importlib.import_module(f"{__name__}.views")
+        config = views.with_scalars(config)
+        runner: Runner = views.load(config, load) if config.has_views else load(config)
         return runner
 
     def load_whole(config: ModelConfig) -> Runner:

@@ -31,7 +31,6 @@ MEMBERS = "members of ensembles must give every output that is wanted, and one r
 RESERVED = "headers that begin with triton_ are not refused"
 LARGE_CLASSES = "a classification of more classes than the tensor has is not refused"
 SHAPES = "dims: [ -1, -1 ] for an ONNX input of [ -1, 2 ] is refused"
-SCALAR = "dims: 1 for an ONNX input without dimensions is refused; a reshape says it"
 
 # File of tests, reason: classes and tests.
 _TESTS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -97,7 +96,6 @@ _TESTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("L0_parameters/class_count_test.py (grpc)", LARGE_CLASSES): (
         "ClassificationParameterTest.test_classification_output_tensor_too_large",
     ),
-    ("L0_scalar_io/scalar_test.py", SCALAR): ("ScalarIOTest.test_scalar_io",),
     ("L0_backend_python/python_test.py", BITS): ("PythonTest.test_bf16",),
     ("L0_backend_python/python_test.py", TEST_PATH): ("PythonTest.test_init_args",),
     ("L0_backend_python/lifecycle/lifecycle_test.py", CANCELLED): (
