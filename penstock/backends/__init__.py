@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -166,9 +166,11 @@ def split_rows(stacked: Mapping[str, Array], num_rows: int) -> list[dict[str, Ar
 @dataclass(frozen=True, slots=True)
 class PerRequest:
     """Answers of a runner that keeps requests apart: one for each of `Batch.requests`, in their
-    order, each with its own shapes; an exception fails only its request."""
+    order, each with its own shapes; an exception fails only its request. `parameters` are those of
+    some answers, by their index."""
 
     answers: Sequence[Outputs | Exception]
+    parameters: Mapping[int, Mapping[str, Parameter]] = field(default_factory=dict)
 
 
 class Execution(Protocol):

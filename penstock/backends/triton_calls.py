@@ -180,7 +180,8 @@ def _error(kind: str, text: str) -> pb_utils.InferenceResponse:
 def _response(answer: CalledAnswer) -> pb_utils.InferenceResponse:
     if answer.error_kind:
         return _error(answer.error_kind, answer.error)
-    return pb_utils.InferenceResponse([_to_pb(each) for each in answer.outputs])
+    outputs, parameters = map(_to_pb, answer.outputs), dict(answer.parameters)
+    return pb_utils.InferenceResponse(list(outputs), parameters=parameters)
 
 
 def _only(call: ModelCall, answer: CalledAnswer) -> pb_utils.InferenceResponse:

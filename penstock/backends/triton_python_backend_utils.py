@@ -38,6 +38,7 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 DLPACK_CPU = (1, 0)
+MIN_INT64, MAX_INT64 = -(1 << 63), (1 << 63) - 1
 # Triton's numbers of datatypes, in the order of its C API.
 TYPE_NAMES = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16"
 TYPE_NUMBERS = {name: number for number, name in enumerate(TYPE_NAMES.split(), 1)}
@@ -273,7 +274,7 @@ class InferenceResponse:
                 )
         if error is not None and not isinstance(error, TritonError):
             raise TritonModelException(f"error: expected a TritonError, got {type(error).__name__}")
-        self._parameters = dict(parameters or {})
+        self._parameters = _checked_parameters({} if parameters is None else parameters)
         if error is not None and self._parameters:
             raise TritonModelException("parameters: a response with an error has none")
         self._tensors = list(output_tensors)
@@ -442,6 +443,24 @@ class _Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return DLPACK_CPU
+
+
+def _checked_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters of a response, which are of the types that all protocols have."""
+    if not isinstance(parameters, dict):
+        raise TritonModelException(f"parameters: expected a dict, got {type(parameters)}")
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(
+                f"Expect parameters keys to have type str, found type {type(key)}"
+            )
+        if not isinstance(value, bool | int | str):
+            raise TritonModelException(
+                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+        if isinstance(value, int) and not MIN_INT64 <= value <= MAX_INT64:
+            raise TritonModelException(f"parameters: {key} = {value} has more than 64 bits")
+    return dict(parameters)
 
 
 def _by_name(tensors: Sequence[PbTensor], name: str) -> PbTensor | None:

@@ -209,7 +209,8 @@ class _ViewedExecution:
     def wait(self) -> Iterable[Outputs | PerRequest]:
         for answer in self._inner.wait():
             if isinstance(answer, PerRequest):
-                yield PerRequest([self._shown(each) for each in answer.answers])
+                shown = [self._shown(each) for each in answer.answers]
+                yield PerRequest(shown, answer.parameters)
             elif self._joined is not None:
                 found = self._joined.divide(answer)
                 if isinstance(found, PerRequest):

@@ -327,6 +327,8 @@ class Done(Frame, tag="ok"):
     is_first: bool = True
     # Classes of those of `errors` that a model chose, if it chose one.
     kinds: dict[int, str] = {}
+    # Those of the answers to some requests.
+    parameters: dict[int, dict[str, Parameter]] = {}
 
 
 class Responded(Frame, tag="rsp"):
