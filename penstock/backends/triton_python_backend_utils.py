@@ -420,16 +420,25 @@ def np_to_triton_dtype(data_type: npt.DTypeLike) -> str:
     raise TritonModelException(f"numpy {dtype} has no Triton datatype")
 
 
-def load_model(model_name: str, files: object = None, config: object = None) -> NoReturn:
-    _refuse(f"load_model('{model_name}') from inside a model")
+def load_model(
+    model_name: str, files: Mapping[str, bytes] | None = None, config: str | None = None
+) -> None:
+    """Load a model of the repository, or reload it; with `config`, a JSON text, and `files`, as a
+    load over HTTP has them."""
+    calls = importlib.import_module("penstock.backends.triton_calls")
+    calls.load_model(model_name, files or {}, config)
 
 
-def unload_model(model_name: str, unload_dependents: bool = False) -> NoReturn:
-    _refuse(f"unload_model('{model_name}') from inside a model")
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unload a model. Requests that it has are answered, perhaps after this call."""
+    calls = importlib.import_module("penstock.backends.triton_calls")
+    calls.manage("unload", model_name, parameters={"unload_dependents": bool(unload_dependents)})
 
 
-def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
-    _refuse(f"is_model_ready('{model_name}') from inside a model")
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    calls = importlib.import_module("penstock.backends.triton_calls")
+    is_ready: bool = calls.is_model_ready(model_name, str(model_version))
+    return is_ready
 
 
 @dataclass

@@ -431,7 +431,8 @@ class Parcel(Frame, tag="pcl"):
 
 class CallModel(Frame, tag="cal"):
     """The code of a model calls another model, while it runs a `batch` of this shard. The tensors
-    are in the `parcel` or, if that has an offset, in a segment whose descriptor comes along."""
+    are in the `parcel` or, if that has an offset, in a segment whose descriptor comes along. With
+    an `action`, it manages that model instead; the pieces are the files of a load, by name."""
 
     call: int
     batch: int
@@ -441,6 +442,7 @@ class CallModel(Frame, tag="cal"):
     id: str = ""
     outputs: tuple[str, ...] = ()
     parameters: dict[str, Parameter] = {}
+    action: str = ""
 
 
 class CancelCall(Frame, tag="calc"):

@@ -183,9 +183,6 @@ REQUEST = pb_utils.InferenceRequest(model_name="other")
     "use",
     [
         lambda: REQUEST.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE),
-        lambda: pb_utils.load_model("other"),
-        lambda: pb_utils.unload_model("other"),
-        lambda: pb_utils.is_model_ready("other"),
     ],
 )
 def test_what_needs_the_server_is_not_supported_yet(use: Callable[[], object]) -> None:
