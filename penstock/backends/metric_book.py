@@ -91,9 +91,8 @@ class MetricFamily:
     def __init__(
         self, name: str = "", description: str = "", kind: int = MetricKind.COUNTER
     ) -> None:
-        book = BOOK.get()
-        if book is None:
-            raise TritonModelException(f"metric family '{name}': no model is loaded")
+        # Outside of a worker, as in `penstock profile`, nothing shows them.
+        book = BOOK.get() or MetricBook(lambda: None)
         if not FAMILY_NAME.fullmatch(name):
             raise TritonModelException(f"metric family '{name}': not a name of Prometheus")
         if name.startswith(OWN_PREFIX):
