@@ -397,6 +397,8 @@ def _host(host: HostUse) -> Iterator[ScrapeLines]:
 
 
 def label_text(labels: Labels) -> str:
+    if not labels:
+        return ""
     return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
 
 

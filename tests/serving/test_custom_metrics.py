@@ -107,6 +107,12 @@ def test_numbers_are_written_as_prometheus_reads_them(value: float, text: str):
     assert shown(metrics) == {'gauge{a="x"}': text}
 
 
+def test_a_metric_may_have_no_labels():
+    metrics = ModelMetrics("m", "1")
+    metrics.custom = added((0, change("counter", 2, family="mine", labels=())))
+    assert "\nmine 2\n" in expose([Pending(metrics, 0, 0)]).decode()
+
+
 def test_a_family_of_the_servers_own_is_shown_once():
     metrics = ModelMetrics("m", "1")
     metrics.custom = added((0, change("counter", 7, family="nv_inference_count", text="a\nb")))
