@@ -33,23 +33,27 @@ class MetricKind(IntEnum):
 
 class MetricBook:
     """The metrics of one worker. `changed` is called by the thread that changes the first one after
-    `take`, with no lock."""
+    `take`, and `declared` by one that declares a metric, with no lock."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, changed: Callable[[], None], declared: Callable[[], None]) -> None:
         self.lock = threading.Lock()
         self._changed = changed
+        self.declared = declared
         self._has_changes = False
-        self._kinds: dict[str, MetricKind] = {}
+        # By family: its kind and description.
+        self._families: dict[str, tuple[MetricKind, str]] = {}
         self._metrics: dict[tuple[str, Labels], Metric] = {}
 
-    def declare(self, family: str, kind: MetricKind) -> None:
-        """Note the kind of a family; TritonModelException if it has another one."""
+    def declare(self, family: str, kind: MetricKind, text: str) -> str:
+        """Note a family and return its first description; TritonModelException if it is of another
+        kind."""
         with self.lock:
-            known = self._kinds.setdefault(family, kind)
+            known, first = self._families.setdefault(family, (kind, text))
         if known is not kind:
             raise TritonModelException(
                 f"metric family '{family}' is a {known.name} already; it cannot be a {kind.name}"
             )
+        return first
 
     def open(self, made: Metric) -> Metric:
         """Return the metric of these labels, which is this one if there was none."""
@@ -92,7 +96,7 @@ class MetricFamily:
         self, name: str = "", description: str = "", kind: int = MetricKind.COUNTER
     ) -> None:
         # Outside of a worker, as in `penstock profile`, nothing shows them.
-        book = BOOK.get() or MetricBook(lambda: None)
+        self._book = book = BOOK.get() or MetricBook(_tell_nobody, _tell_nobody)
         if not FAMILY_NAME.fullmatch(name):
             raise TritonModelException(f"metric family '{name}': not a name of Prometheus")
         if name.startswith(OWN_PREFIX):
@@ -102,8 +106,8 @@ class MetricFamily:
         except ValueError:
             text = f"metric family '{name}': expected COUNTER, GAUGE or HISTOGRAM, got {kind!r}"
             raise TritonModelException(text) from None
-        book.declare(name, self._kind)
-        self._book, self._name, self._text = book, name, str(description)[:MAX_TEXT_CHARS]
+        self._name = name
+        self._text = book.declare(name, self._kind, str(description)[:MAX_TEXT_CHARS])
 
     def Metric(
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None
@@ -114,7 +118,8 @@ class MetricFamily:
         made.bounds = _checked_bounds(self._name, buckets, self._kind)
         made.begin()
         metric = self._book.open(made)
-        self._book.note()
+        if metric is made:
+            self._book.declared()
         return metric
 
 
@@ -199,6 +204,10 @@ class Metric:
         return TritonModelException(
             f"TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {what}"
         )
+
+
+def _tell_nobody() -> None:
+    """The metrics have no core."""
 
 
 def _checked_labels(family: str, labels: Mapping[str, str], kind: MetricKind) -> Labels:

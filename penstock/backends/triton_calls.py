@@ -104,9 +104,9 @@ class AwaitedResponses:
         return [] if self._failure is None else [self._failure]
 
 
-def load_model(name: str, files: Mapping[str, bytes], config: str | None) -> None:
+def load_model(name: str, config: str, files: Mapping[str, bytes]) -> None:
     sent = [Tensor(each, "UINT8", (len(data),), data) for each, data in files.items()]
-    manage("load", name, inputs=sent, parameters={} if config is None else {"config": config})
+    manage("load", name, inputs=sent, parameters={"config": config} if config else {})
 
 
 def is_model_ready(name: str, version: str) -> bool:

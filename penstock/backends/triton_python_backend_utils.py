@@ -142,7 +142,8 @@ class PbTensor:
         return True
 
 
-# The names that models of Triton use.
+# The names that models of Triton use; those of kinds are older than in `MetricFamily`.
+COUNTER, GAUGE = MetricFamily.COUNTER, MetricFamily.GAUGE
 Tensor = PbTensor
 InferenceResponseSender = ResponseSender
 # The folder of the version whose code runs; not in Triton's interface.
@@ -420,13 +421,11 @@ def np_to_triton_dtype(data_type: npt.DTypeLike) -> str:
     raise TritonModelException(f"numpy {dtype} has no Triton datatype")
 
 
-def load_model(
-    model_name: str, files: Mapping[str, bytes] | None = None, config: str | None = None
-) -> None:
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Load a model of the repository, or reload it; with `config`, a JSON text, and `files`, as a
     load over HTTP has them."""
     calls = importlib.import_module("penstock.backends.triton_calls")
-    calls.load_model(model_name, files or {}, config)
+    calls.load_model(model_name, config, files or {})
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:

@@ -6,6 +6,7 @@ too. Any thread may change metrics.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -23,11 +24,13 @@ class WorkerMetrics:
 
     def __init__(self, send: Callable[[bytes], None]) -> None:
         self._send = send
-        self._book = MetricBook(self._wake)
+        self._book = MetricBook(self._wake, self._tell)
         self._changed = threading.Event()
         self._closed = threading.Event()
-        # Guards `_thread`, which is there once there are metrics.
+        # Guards `_thread`, which is there once a metric has changed.
         self._lock = threading.Lock()
+        # Keeps the order of what is sent.
+        self._sending = threading.Lock()
         self._thread: threading.Thread | None = None
         BOOK.set(self._book)
 
@@ -51,11 +54,15 @@ class WorkerMetrics:
             self._changed.wait()
             is_closed = self._closed.is_set()
             self._changed.clear()
+            self._tell()
+            self._closed.wait(SEND_EVERY_S)
+
+    def _tell(self) -> None:
+        """Send what has changed; also at once, so that a new metric is in the next scrape."""
+        with self._sending:
             changes = self._book.take()
-            try:
+            # A core that has exited needs none; the thread that reads notices too.
+            with contextlib.suppress(OSError):
                 for first in range(0, len(changes), MAX_CHANGES):
                     part = tuple(changes[first : first + MAX_CHANGES])
                     self._send(encode(Measured(part)))
-            except OSError:
-                return  # The core has exited; the thread that reads notices too.
-            self._closed.wait(SEND_EVERY_S)

@@ -31,8 +31,8 @@ class TritonPythonModel:
         if action == "early":
             told = self.early
         else:
-            if len(given) > 1 and isinstance(given[1], dict):
-                given[1] = {name: text.encode("latin-1") for name, text in given[1].items()}
+            if len(given) > 2:
+                given[2] = {name: text.encode() for name, text in given[2].items()}
             try:
                 told = getattr(pb_utils, action)(*given)
             except pb_utils.TritonModelException as error:
@@ -97,10 +97,10 @@ def test_a_load_can_bring_its_configuration_and_files(served: Served, root: Path
     for kind, key in (("input", "x"), ("output", "y")):
         config[kind] = [{"name": key, "data_type": "TYPE_FP32", "dims": [1]}]
     with httpclient.InferenceServerClient(served.address) as client:
-        assert tell(served, "load_model", "other", None, json.dumps(config)) is None
+        assert tell(served, "load_model", "other", json.dumps(config)) is None
         assert client.get_model_config("other")["max_batch_size"] == 2
         files = {"file:1/note.txt": "a\nb\n"}
-        assert tell(served, "load_model", "sent", files, json.dumps(config)) is None
+        assert tell(served, "load_model", "sent", json.dumps(config), files) is None
         assert client.is_model_ready("sent")
         for name in ("sent", "other"):
             assert tell(served, "unload_model", name, True) is None
@@ -108,7 +108,9 @@ def test_a_load_can_bring_its_configuration_and_files(served: Served, root: Path
 
 def test_a_failed_load_says_why(served: Served):
     assert "failed to load 'nothing'" in tell(served, "load_model", "nothing")
-    assert "config" in tell(served, "load_model", "other", None, "{")
+    assert "config" in tell(served, "load_model", "other", "{")
+    files = {"file:1/note.txt": "a"}
+    assert "need 'config'" in tell(served, "load_model", "other", "", files)
     assert "expected the name of a model" in tell(served, "load_model", "")
 
 

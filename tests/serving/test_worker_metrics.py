@@ -26,13 +26,27 @@ def test_changes_are_sent_together_and_the_last_ones_before_it_ends():
     assert total(sent) == count and 2 <= len(sent) <= 6
 
 
+def test_a_new_metric_is_sent_at_once():
+    sent: list[bytes] = []
+    metrics = WorkerMetrics(sent.append)
+    family = pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.COUNTER)
+    family.Metric().increment(1)
+    for number in range(3):
+        family.Metric({"number": str(number)})
+        # With what has changed before it.
+        assert len(sent) >= number + 2
+    metrics.close()
+    assert total(sent) == 1
+
+
 def test_many_changes_fit_their_frames(monkeypatch):
     sent: list[bytes] = []
     metrics = WorkerMetrics(sent.append)
     monkeypatch.setattr(worker_metrics, "MAX_CHANGES", 3)
     family = pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.COUNTER)
-    for number in range(20):
-        family.Metric({"number": str(number)}).increment(1)
+    declared = [family.Metric({"number": str(number)}) for number in range(20)]
+    for metric in declared:
+        metric.increment(1)
     metrics.close()
     assert total(sent) == 20
     assert max(len(decode_from_worker(each).changes) for each in sent) == 3

@@ -19,6 +19,7 @@ ELEMENTS = "typed contents are limited to 4 million elements; raw_input_contents
 RAW_BYTES = "a raw request fills any BYTES input with one element"
 DEPTH = "JSON of more than 100 levels is read"
 CHECKED = "shapes and datatypes of a Python model's outputs are checked"
+CYCLE = "a model cannot call itself"
 CANCELLED = "is_cancelled of a model that is not decoupled is always False"
 SENDER = "a model that is not decoupled must send its one response before execute returns"
 CALLS = "calls of models cannot be cancelled by the model"
@@ -102,6 +103,9 @@ _TESTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ),
     ("L0_backend_python/lifecycle/lifecycle_test.py", LABELS): (
         "LifecycleTest.test_infer_pymodel_error",
+    ),
+    ("L0_backend_python/bls/bls_parameters_test.py", CYCLE): (
+        "TestBlsParameters.test_bls_parameters",
     ),
     ("L0_backend_python/decoupled/decoupled_test.py", CALLS): (
         "DecoupledTest.test_decoupled_bls",
