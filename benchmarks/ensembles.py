@@ -239,6 +239,16 @@ class Cost:
     cpu_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests per second of several clients, and what one costs the server: CPU time of the
+    core and of the workers."""
+
+    rate: float
+    core_s: float
+    workers_s: float
+
+
 class Served:
     """A model behind a server, and the requests that it is sent in turn."""
 
@@ -275,9 +285,9 @@ class Served:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port)) as connection:
             return cost(lambda number: self.answer(connection, number), lambda: self.cpu_s, seconds)
 
-    def rate(self, clients: int, seconds: float) -> float:
-        """Return the requests per second of the clients, each with one in flight."""
-        counts = [0] * clients
+    def load(self, clients: int, seconds: float) -> Load:
+        """Ask with so many clients, each with one request in flight."""
+        counts, before = [0] * clients, cpu_seconds(self.process)
         ends_at = time.perf_counter() + seconds
 
         def run(client: int) -> None:
@@ -293,7 +303,13 @@ class Served:
             thread.start()
         for thread in threads:
             thread.join()
-        return sum(counts) / (time.perf_counter() - began)
+        rate = sum(counts) / (time.perf_counter() - began)
+        spent = {
+            pid: (after_s - before.get(pid, 0.0)) / sum(counts)
+            for pid, after_s in cpu_seconds(self.process).items()
+        }
+        core_s = spent.pop(self.process.pid)
+        return Load(rate, core_s, sum(spent.values()))
 
 
 def cost(call: Callable[[int], object], cpu_s: Callable[[], float], seconds: float) -> Cost:
@@ -395,18 +411,26 @@ def gain(folder: Path, onnx: Path, args: argparse.Namespace) -> dict[str, Any]:
         answers = [side.answers() for side in sides.values()]
         for others in answers[1:]:
             check_equal(answers[0], others)
-        rates: dict[str, list[float]] = {name: [] for name in sides}
+        loads: dict[str, list[Load]] = {name: [] for name in sides}
         for number in range(args.rounds):
             names = list(sides)
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                rates[name].append(sides[name].rate(args.clients, args.seconds))
-    mine = [name for name in rates if name.startswith(ENSEMBLE)]
-    ones = [name for name in rates if name not in mine]
+                loads[name].append(sides[name].load(args.clients, args.seconds))
+    mine = [name for name in loads if name.startswith(ENSEMBLE)]
+    ones = [name for name in loads if name not in mine]
     rounds = range(args.rounds)
-    best = [[max(rates[name][n] for name in names) for n in rounds] for names in (mine, ones)]
+    best = [[max(loads[name][n].rate for name in names) for n in rounds] for names in (mine, ones)]
+    median = statistics.median
     return {
         "clients": args.clients,
-        "rates": {name: statistics.median(found) for name, found in rates.items()},
+        "rates": {name: median(each.rate for each in found) for name, found in loads.items()},
+        "cpu_ms": {
+            name: {
+                "core": median(each.core_s for each in found) * 1e3,
+                "workers": median(each.workers_s for each in found) * 1e3,
+            }
+            for name, found in loads.items()
+        },
         **interval([one / other for one, other in zip(*best, strict=True)]),
     }
 
@@ -465,7 +489,9 @@ def show_gain(gained: Mapping[str, Any], goal: float) -> bool:
     if not gained:
         return True
     for name, rate in gained["rates"].items():
-        print(f"{name}: {rate:.1f} requests/s with {gained['clients']} clients")
+        cpu = gained["cpu_ms"][name]
+        spent = f"CPU-ms a request: core {cpu['core']:.2f}, workers {cpu['workers']:.2f}"
+        print(f"{name}: {rate:.1f} requests/s with {gained['clients']} clients; {spent}")
     low, high = gained["range"]
     ratio: float = gained["ratio"]
     found = f"{ratio:.2f} ({low:.2f} to {high:.2f}), goal at least {goal:.1f}"

@@ -59,7 +59,7 @@ from penstock.serving.control import Control, Reloader
 from penstock.serving.fleet import Fleet
 from penstock.serving.header_forwarding import make_forwarding, pattern_problem
 from penstock.serving.lifecycle import Lifecycle
-from penstock.serving.management import ManagementApi
+from penstock.serving.management import ManagementApi, for_models
 from penstock.serving.polling import Poller
 from penstock.serving.quotas import Quotas
 from penstock.serving.scrape import ShardUse
@@ -142,9 +142,8 @@ class Server:
         self.monitor = Monitor(self.catalog, self.management.usage.gpus, options.price)
         self.management.families.append(self.monitor.families)
         self.catalog.regions.is_allowed = options.shared_memory
-        if options.log_requests:
+        if is_logged := options.log_requests:
             access_log.log.setLevel(logging.INFO)  # Requested, whatever the general log level.
-        is_logged = options.log_requests
         openai = OpenAiHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         generate = GenerateHttp(self.catalog, lambda: self.lifecycle.is_draining, is_logged)
         self._pages = Pages(self.management, gate, self.monitor)
@@ -165,6 +164,7 @@ class Server:
         self._reserved: list[socket.socket] = []
         infer = InferRpcs(self.catalog, self.lifecycle, gate, options.log_requests)
         self.grpc_service = GrpcService(infer, self._core.manage, gate)
+        self.catalog.manage = for_models(self._core.manage)
         self.grpc: GrpcServer | None = None
         self.grpc_port = options.grpc_port if options.grpc else None
         if options.grpc_config is not None and shards is None:

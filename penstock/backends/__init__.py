@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
@@ -213,9 +213,11 @@ def split_rows(stacked: Mapping[str, Array], num_rows: int) -> list[dict[str, Ar
 @dataclass(frozen=True, slots=True)
 class PerRequest:
     """Answers of a runner that keeps requests apart: one for each of `Batch.requests`, in their
-    order, each with its own shapes; an exception fails only its request."""
+    order, each with its own shapes; an exception fails only its request. `parameters` are those of
+    some answers, by their index."""
 
     answers: Sequence[Outputs | Exception]
+    parameters: Mapping[int, Mapping[str, Parameter]] = field(default_factory=dict)
 
 
 class Execution(Protocol):
@@ -326,9 +328,9 @@ def backend(name: str) -> LoadRunner:
                 config, load_model
             )
             return stateful
-        if not config.has_views:
-            return load(config)
-        runner: Runner = importlib.import_module(f"{__name__}.views").load(config, load)
+        views = importlib.import_module(f"{__name__}.views")
+        config = views.with_scalars(config)
+        runner: Runner = views.load(config, load) if config.has_views else load(config)
         return runner
 
     def load_whole(config: ModelConfig) -> Runner:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.backends import Batch, Outputs, PerRequest
 from penstock.errors import InvalidRequest
+from penstock.types import Parameter
 
 
 @dataclass(slots=True)
@@ -28,11 +29,17 @@ class Unanswered:
         return ()
 
 
-def finish(batch: Batch, answers: Sequence[Outputs | Exception], *times: float) -> Finished:
-    """Return the answers to the requests of a batch. Without `requests` there is one, which is
-    raised if it is an error."""
+def finish(
+    batch: Batch,
+    answers: Sequence[Outputs | Exception],
+    *times: float,
+    parameters: Sequence[Mapping[str, Parameter]] = (),
+) -> Finished:
+    """Return the answers to the requests of a batch, with their `parameters` if there are any.
+    Without `requests` there is one, which is raised if it is an error."""
     if batch.requests:
-        return Finished(PerRequest(answers), *times)
+        given = {index: each for index, each in enumerate(parameters) if each}
+        return Finished(PerRequest(answers, given), *times)
     (answer,) = answers
     if isinstance(answer, Exception):
         raise answer

@@ -24,7 +24,8 @@ NO_CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A request of one model to another; without a version, to the one that clients get."""
+    """A request of one model to another; without a version, to the one that clients get. With an
+    `action` it is a management call, whose inputs are the files of a load."""
 
     model_name: str
     model_version: str = ""
@@ -32,6 +33,7 @@ class ModelCall:
     outputs: Sequence[str] = ()
     id: str = ""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    action: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ class Stateful(Runner):
         parts = [part for part in batch.requests if isinstance(part, RequestPart)]
         rows = [Row.from_part(number, part) for number, part in enumerate(parts)]
         answers: list[Outputs | Exception] = [BackendFailed("the sequence was lost")] * len(rows)
+        parameters: dict[int, Mapping[str, Parameter]] = {}
         groups: dict[object, list[tuple[Row, States]]] = {}
         for row in rows:
             states = self._states(row)
@@ -83,9 +84,9 @@ class Stateful(Runner):
                 groups.setdefault(shapes, []).append((row, states))
         # States of different shapes cannot share a batch.
         for group in groups.values():
-            for row, answer in self._run(batch, group):
+            for row, answer in self._run(batch, group, parameters):
                 answers[row.number] = self._keep(row, answer)
-        return Finished(PerRequest(answers))
+        return Finished(PerRequest(answers, parameters))
 
     def close(self) -> None:
         self._slots.clear()
@@ -112,10 +113,13 @@ class Stateful(Runner):
         return held[1] if held is not None and held[0] == row.id else None
 
     def _run(
-        self, batch: Batch, group: Sequence[tuple[Row, States]]
+        self,
+        batch: Batch,
+        group: Sequence[tuple[Row, States]],
+        parameters: dict[int, Mapping[str, Parameter]],
     ) -> list[tuple[Row, Outputs | Exception]]:
         """Run requests whose states have the same shapes; return each with the model's answer, in
-        the order of the model's batch."""
+        the order of the model's batch. `parameters` gets those of the answers."""
         rows = self._placed([row for row, _ in group])
         states = {row.number: states for row, states in group}
         empty = {name: np.zeros_like(values) for name, values in group[0][1].items()}
@@ -138,6 +142,8 @@ class Stateful(Runner):
                 text = f"{len(answer.answers)} answers to {len(rows)} requests"
                 return [(row, BackendFailed(f"the model gave {text}")) for row, _ in group]
             each = answer.answers
+            told = {rows[index].number: own for index, own in answer.parameters.items()}
+            parameters |= {number: own for number, own in told.items() if number >= 0}
         else:
             each = [self._row(answer, index, len(rows)) for index in range(len(rows))]
         return [pair for pair in zip(rows, each, strict=True) if pair[0].number >= 0]

@@ -104,6 +104,42 @@ class AwaitedResponses:
         return [] if self._failure is None else [self._failure]
 
 
+def load_model(name: str, config: str, files: Mapping[str, bytes]) -> None:
+    sent = [Tensor(each, "UINT8", (len(data),), data) for each, data in files.items()]
+    manage("load", name, inputs=sent, parameters={"config": config} if config else {})
+
+
+def is_model_ready(name: str, version: str) -> bool:
+    answer = _manage(ModelCall(name, version, action="model_ready"))
+    if answer.error_kind in ("", "NotFound", "NotReady"):
+        return not answer.error_kind
+    raise TritonModelException(answer.error)
+
+
+def manage(
+    action: str,
+    name: str,
+    *,
+    inputs: Sequence[Tensor] = (),
+    parameters: Mapping[str, Parameter],
+) -> None:
+    """Load or unload a model; TritonModelException if that fails."""
+    answer = _manage(ModelCall(name, inputs=inputs, parameters=parameters, action=action))
+    if answer.error_kind:
+        raise TritonModelException(answer.error)
+
+
+def _manage(call: ModelCall) -> CalledAnswer:
+    if not call.model_name or not isinstance(call.model_name, str):
+        raise TritonModelException(f"expected the name of a model, got {call.model_name!r}")
+    try:
+        answers = CalledAnswers(call)
+    except PenstockError as error:
+        raise TritonModelException(f"model '{call.model_name}': {error_text(error)}") from None
+    with closing(answers):
+        return next(answers)
+
+
 def describe(request: pb_utils.InferenceRequest) -> ModelCall:
     """Return the call of a request; TritonModelException if the model's code made it wrongly."""
     name = request.model_name()
@@ -180,7 +216,8 @@ def _error(kind: str, text: str) -> pb_utils.InferenceResponse:
 def _response(answer: CalledAnswer) -> pb_utils.InferenceResponse:
     if answer.error_kind:
         return _error(answer.error_kind, answer.error)
-    return pb_utils.InferenceResponse([_to_pb(each) for each in answer.outputs])
+    outputs, parameters = map(_to_pb, answer.outputs), dict(answer.parameters)
+    return pb_utils.InferenceResponse(list(outputs), parameters=parameters)
 
 
 def _only(call: ModelCall, answer: CalledAnswer) -> pb_utils.InferenceResponse:

@@ -71,8 +71,9 @@ class TritonRunner(Runner):
             raise BackendFailed(
                 f"execute: expected {len(parts)} responses to {len(parts)} requests, got {got}"
             )
-        told = zip(responses, requests, senders, strict=True)
-        return finish(batch, [_answer(*each) for each in told])
+        told = [_answer(*each) for each in zip(responses, requests, senders, strict=True)]
+        parameters = [given for _, given in told]
+        return finish(batch, [answer for answer, _ in told], parameters=parameters)
 
     def close(self) -> None:
         if self._tasks is not None:
@@ -175,16 +176,13 @@ def _not_none(config: ModelConfig, result: object) -> str:
 
 def _answer(
     response: object, request: pb_utils.InferenceRequest, sender: OneResponse
-) -> Outputs | Exception:
+) -> tuple[Outputs | Exception, Mapping[str, Parameter]]:
     if response is None and request.has_sender:
         return sender.wait()
     if not isinstance(response, pb_utils.InferenceResponse):
         got = type(response).__name__
-        return BackendFailed(f"execute: expected an InferenceResponse, got {got}")
-    answer, parameters = read_response(response)
-    if parameters:
-        return BackendFailed("execute: a response has parameters; only decoupled models may do so")
-    return answer
+        return BackendFailed(f"execute: expected an InferenceResponse, got {got}"), {}
+    return read_response(response)
 
 
 def make_arguments(config: ModelConfig) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The module that a Triton `model.py` imports as `triton_python_backend_utils`, usually pb_utils.
 
 Names and signatures are Triton's, so that such files run unchanged; tensors are on the CPU and
-input arrays are read-only. `triton_calls` calls other models. Features that are not supported
-(several responses to a request, custom metrics) raise TritonModelException.
+input arrays are read-only. `triton_calls` calls other models, `metric_book` has custom metrics.
+Features that are not supported raise TritonModelException.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from penstock.backends import Responder
 from penstock.backends.current import Current
+from penstock.backends.metric_book import Metric as Metric
+from penstock.backends.metric_book import MetricFamily as MetricFamily
 from penstock.backends.triton_responses import ResponseSender, TritonModelException
 from penstock.types import DATATYPES, Array, Parameter
 
@@ -36,6 +38,7 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 DLPACK_CPU = (1, 0)
+MIN_INT64, MAX_INT64 = -(1 << 63), (1 << 63) - 1
 # Triton's numbers of datatypes, in the order of its C API.
 TYPE_NAMES = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16"
 TYPE_NUMBERS = {name: number for number, name in enumerate(TYPE_NAMES.split(), 1)}
@@ -139,7 +142,8 @@ class PbTensor:
         return True
 
 
-# The names that models of Triton use.
+# The names that models of Triton use; those of kinds are older than in `MetricFamily`.
+COUNTER, GAUGE = MetricFamily.COUNTER, MetricFamily.GAUGE
 Tensor = PbTensor
 InferenceResponseSender = ResponseSender
 # The folder of the version whose code runs; not in Triton's interface.
@@ -271,7 +275,7 @@ class InferenceResponse:
                 )
         if error is not None and not isinstance(error, TritonError):
             raise TritonModelException(f"error: expected a TritonError, got {type(error).__name__}")
-        self._parameters = dict(parameters or {})
+        self._parameters = _checked_parameters({} if parameters is None else parameters)
         if error is not None and self._parameters:
             raise TritonModelException("parameters: a response with an error has none")
         self._tensors = list(output_tensors)
@@ -318,15 +322,6 @@ class Logger:
     @staticmethod
     def log_verbose(message: str) -> None:
         log.debug("%s", message)
-
-
-class MetricFamily:
-    COUNTER = 0
-    GAUGE = 1
-    HISTOGRAM = 2
-
-    def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
-        _refuse(f"metric family '{name}' of a model")
 
 
 class AutoConfig:
@@ -426,16 +421,23 @@ def np_to_triton_dtype(data_type: npt.DTypeLike) -> str:
     raise TritonModelException(f"numpy {dtype} has no Triton datatype")
 
 
-def load_model(model_name: str, files: object = None, config: object = None) -> NoReturn:
-    _refuse(f"load_model('{model_name}') from inside a model")
+def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Load a model of the repository, or reload it; with `config`, a JSON text, and `files`, as a
+    load over HTTP has them."""
+    calls = importlib.import_module("penstock.backends.triton_calls")
+    calls.load_model(model_name, config, files or {})
 
 
-def unload_model(model_name: str, unload_dependents: bool = False) -> NoReturn:
-    _refuse(f"unload_model('{model_name}') from inside a model")
+def unload_model(model_name: str, unload_dependents: bool = False) -> None:
+    """Unload a model. Requests that it has are answered, perhaps after this call."""
+    calls = importlib.import_module("penstock.backends.triton_calls")
+    calls.manage("unload", model_name, parameters={"unload_dependents": bool(unload_dependents)})
 
 
-def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
-    _refuse(f"is_model_ready('{model_name}') from inside a model")
+def is_model_ready(model_name: str, model_version: str = "") -> bool:
+    calls = importlib.import_module("penstock.backends.triton_calls")
+    is_ready: bool = calls.is_model_ready(model_name, str(model_version))
+    return is_ready
 
 
 @dataclass
@@ -449,6 +451,24 @@ class _Capsule:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return DLPACK_CPU
+
+
+def _checked_parameters(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters of a response, which are of the types that all protocols have."""
+    if not isinstance(parameters, dict):
+        raise TritonModelException(f"parameters: expected a dict, got {type(parameters)}")
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(
+                f"Expect parameters keys to have type str, found type {type(key)}"
+            )
+        if not isinstance(value, bool | int | str):
+            raise TritonModelException(
+                f"Expect parameters values to have type bool/int/str, found type {type(value)}"
+            )
+        if isinstance(value, int) and not MIN_INT64 <= value <= MAX_INT64:
+            raise TritonModelException(f"parameters: {key} = {value} has more than 64 bits")
+    return dict(parameters)
 
 
 def _by_name(tensors: Sequence[PbTensor], name: str) -> PbTensor | None:

@@ -81,6 +81,7 @@ class OneResponse:
 
     def __init__(self) -> None:
         self._answer: Outputs | Exception | None = None
+        self._parameters: Mapping[str, Parameter] = {}
         self._is_final = threading.Event()
 
     def send(
@@ -91,18 +92,19 @@ class OneResponse:
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         if answer is not None and self._answer is not None:
-            answer = BackendFailed("several responses to a request; the model is not decoupled")
+            text = "several responses to a request; the model is not decoupled"
+            answer, parameters = BackendFailed(text), {}
         if answer is not None:
-            self._answer = answer
+            self._answer, self._parameters = answer, parameters or {}
         if is_final:
             self._is_final.set()
 
-    def wait(self) -> Outputs | Exception:
-        """Return the response, once the final one was sent."""
+    def wait(self) -> tuple[Outputs | Exception, Mapping[str, Parameter]]:
+        """Return the response and its parameters, once the final one was sent."""
         self._is_final.wait()
         if self._answer is None:
-            return BackendFailed("no response to a request; the model is not decoupled")
-        return self._answer
+            return BackendFailed("no response to a request; the model is not decoupled"), {}
+        return self._answer, self._parameters
 
 
 def read_response(

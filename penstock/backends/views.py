@@ -2,22 +2,44 @@
 
 Clients and the rest of the server see the dims of config.pbtxt. A Viewed runner gives the model of
 another runner the shapes that its file has: the bytes of `reshape` stay where they are, ragged
-inputs of all requests of a batch are concatenated (`backends.joined_requests`). Also says how a
-backend has to load the file for that.
+inputs of all requests of a batch are concatenated (`backends.joined_requests`), and what an ONNX
+file has without dimensions is [ 1 ] outside. Also says how a backend has to load the file for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from penstock.backends import Batch, Execution, LoadRunner, Outputs, PerRequest, Runner
 from penstock.backends.joined_requests import JoinedBatch
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.repository import onnx_file
 from penstock.types import Array, TensorSpec, shape_fits
 
 PYTHON = "python"
+
+
+def with_scalars(config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the tensors that an ONNX file has without dimensions reshaped
+    to that. Clients of a model without batches send and get them as [ 1 ], as with Triton."""
+    specs = [spec for spec in (*config.inputs, *config.outputs) if _is_one(spec)]
+    if config.max_batch_size or not specs or not config.artifact.endswith(".onnx"):
+        return config
+    names = onnx_file.find_scalars(Path(config.artifact))
+
+    def reshaped(spec: TensorSpec) -> TensorSpec:
+        is_scalar = _is_one(spec) and spec.name in names
+        return replace(spec, reshape=()) if is_scalar else spec
+
+    inputs, outputs = tuple(map(reshaped, config.inputs)), tuple(map(reshaped, config.outputs))
+    return replace(config, inputs=inputs, outputs=outputs)
+
+
+def _is_one(spec: TensorSpec) -> bool:
+    return bool(spec.shape) and set(spec.shape) == {1} and spec.reshape is None
 
 
 def seen_by_model(config: ModelConfig) -> ModelConfig:
@@ -187,7 +209,8 @@ class _ViewedExecution:
     def wait(self) -> Iterable[Outputs | PerRequest]:
         for answer in self._inner.wait():
             if isinstance(answer, PerRequest):
-                yield PerRequest([self._shown(each) for each in answer.answers])
+                shown = [self._shown(each) for each in answer.answers]
+                yield PerRequest(shown, answer.parameters)
             elif self._joined is not None:
                 found = self._joined.divide(answer)
                 if isinstance(found, PerRequest):

@@ -47,6 +47,7 @@ from penstock.serving.core_link import EngineCore, EnginePart
 from penstock.serving.header_forwarding import make_forwarding
 from penstock.serving.leases import IDLE_S
 from penstock.serving.lifecycle import Lifecycle
+from penstock.serving.management import for_models
 from penstock.serving.model_table import ModelTable
 from penstock.serving.owned_model import HandingProcess
 from penstock.serving.recording_files import RingPlace
@@ -124,8 +125,7 @@ class ShardRouter:
 async def serve(core: CoreClient, settings: frames.OpenShard) -> None:
     """Answer until the core says Stop, let accepted requests finish, then close."""
     sys.setswitchinterval(SWITCH_S)
-    logs_requests = settings.logs_requests
-    if logs_requests:
+    if logs_requests := settings.logs_requests:
         access_log.log.setLevel(logging.INFO)
     limits, gate, lifecycle = settings.limits or HttpLimits(), gate_of(settings, core), Lifecycle()
     shard = make_shard(core, settings)
@@ -135,6 +135,7 @@ async def serve(core: CoreClient, settings: frames.OpenShard) -> None:
     http = HttpServer(v2.handle, limits, v2.screen, lifecycle, v2.prepare, v2.rejected)
     infer = InferRpcs(shard.table, lifecycle, gate, logs_requests, rates.take)
     service = GrpcService(infer, core.manage, gate)
+    shard.table.manage = for_models(core.manage)
     grpc = None
     if settings.grpc is not None:
         grpc = GrpcServer(service.methods(), settings.grpc, gate, limits)

@@ -64,6 +64,16 @@ def has_zip_maps(path: Path) -> bool:
     return bool(_zip_maps(_read_graph(path)))
 
 
+def find_scalars(path: Path) -> frozenset[str]:
+    """Return the inputs and outputs that the file declares without dimensions. A tensor without a
+    declared shape may have any."""
+    graph = _read_graph(path)
+    types = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
+    return frozenset(
+        n for n, each in types.items() if each.HasField("shape") and not each.shape.dim
+    )
+
+
 def find_hard_links(path: Path, is_alone: bool = False) -> list[str]:
     """Return the model's weight files that have several hard links, by the names the model uses. A
     hard link can put any file of the file system into the model's folder. The model is parsed only

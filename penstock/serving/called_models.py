@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -19,7 +19,15 @@ from penstock.errors import BackendFailed, DeadlineExceeded, PenstockError, Unsu
 from penstock.processes.channel import Datagrams, socket_pair
 from penstock.serving.batches import RunningBatch
 from penstock.serving.call_parcels import pack, unpack
-from penstock.types import CANCELLED, Request, RequestedOutput, Response, Tensor
+from penstock.types import (
+    CANCELLED,
+    Buffer,
+    Parameter,
+    Request,
+    RequestedOutput,
+    Response,
+    Tensor,
+)
 from penstock.wire import frames
 from penstock.wire.v2_request import apply_parameters
 
@@ -36,8 +44,29 @@ MAX_TEXT = 1 << 14
 CALLING_BACKEND = "python"
 
 
+# Actions of the management API that a model's code may call.
+ACTIONS = frozenset({"load", "unload", "model_ready"})
+
+
+class ModelManager(Protocol):
+    """Answers a management call; `caller` is as in `Request.caller`."""
+
+    async def __call__(
+        self,
+        action: str,
+        name: str,
+        version: str,
+        parameters: Mapping[str, Parameter],
+        files: Mapping[str, Buffer],
+        caller: bytes,
+    ) -> bytes: ...
+
+
 class Callees(Protocol):
-    """The models that can be called (`model_table.ModelTable`)."""
+    """The models that can be called (`model_table.ModelTable`). `manage` is None where their code
+    cannot load models."""
+
+    manage: ModelManager | None
 
     def choose(
         self, name: str, version: str, headers: Mapping[bytes, bytes]
@@ -94,6 +123,8 @@ class CallLink:
         self._calls = calls
         self._place = place
         self._open: dict[int, OpenCall] = {}
+        # Management calls.
+        self._managing: dict[int, asyncio.Task[None]] = {}
         self._is_closed = False
         # The worker's end, until it is sent.
         self._ours, self.theirs = socket_pair()
@@ -107,7 +138,7 @@ class CallLink:
         self._line.close()
         self._ours.close()
         self.theirs.close()
-        for number in list(self._open):
+        for number in [*self._open, *self._managing]:
             self._cancel(number)
 
     def cancel_unwanted(self) -> None:
@@ -142,6 +173,9 @@ class CallLink:
         batch = next((each for each in running if each.id == frame.batch), None)
         try:
             tensors = unpack(frame.parcel, fds)
+            if frame.action:
+                self._start_managing(frame, tensors, batch)
+                return
             request = self._make_request(frame, tensors, batch)
             assert self._calls.callees is not None
             model, split = self._calls.callees.choose(frame.model_name, frame.model_version, {})
@@ -154,13 +188,45 @@ class CallLink:
             split.watch(request, model)
         model.submit(request)
 
+    def _start_managing(
+        self, frame: frames.CallModel, files: Sequence[Tensor], batch: RunningBatch | None
+    ) -> None:
+        """Answer a management call in a task of its own."""
+        request, callees = self._make_request(frame, (), batch), self._calls.callees
+        manage = None if callees is None else callees.manage
+        if manage is None or frame.action not in ACTIONS:
+            raise Unsupported("models cannot load others here; only in `penstock serve`")
+        waiting = {name.rpartition("/")[0] for name in request.chain}
+        if frame.action != "model_ready" and frame.model_name in waiting:
+            why = "it waits for this call, itself or through the models that it calls"
+            raise Unsupported(f"a model cannot {frame.action} '{frame.model_name}': {why}")
+        sent = {each.name: each.data for each in files}
+        named = frame.action, frame.model_name, frame.model_version
+        answer = manage(*named, frame.parameters, sent, request.caller)
+        task = asyncio.get_running_loop().create_task(self._finish_managing(frame.call, answer))
+        self._managing[frame.call] = task
+        task.add_done_callback(lambda task: self._managing.pop(frame.call, None))
+
+    async def _finish_managing(self, number: int, answer: Awaitable[bytes]) -> None:
+        try:
+            await answer
+        except PenstockError as error:
+            self._send_error(number, error)
+        except Exception:  # The caller must not wait for ever.
+            log.exception("%s: a management call failed", self._calls.name)
+            self._send_error(number, BackendFailed("internal error; this is a bug"))
+        else:
+            if not self._is_closed:
+                self._line.send(frames.encode(frames.CallAnswer(number, frames.Parcel())))
+
     def _make_request(
         self, frame: frames.CallModel, tensors: Sequence[Tensor], batch: RunningBatch | None
     ) -> Request:
         outputs = tuple([RequestedOutput(name) for name in frame.outputs])
         sink, now = CallSink(self, frame.call), self._calls.clock()
         request = Request(sink, tensors, now, id=frame.id, outputs=outputs)
-        apply_parameters(request, dict(frame.parameters))
+        if not frame.action:
+            apply_parameters(request, dict(frame.parameters))
         waiting = [] if batch is None else batch.requests
         before = dict.fromkeys(name for each in waiting for name in each.chain)
         request.chain = (*before, self._calls.name)
@@ -214,6 +280,9 @@ class CallLink:
         call = self._open.pop(number, None)
         if call is not None:
             call.model.cancel(call.request)
+        task = self._managing.pop(number, None)
+        if task is not None:
+            task.cancel()
 
 
 @dataclass(frozen=True, slots=True)

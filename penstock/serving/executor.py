@@ -45,7 +45,7 @@ from penstock.serving.held_rows import HeldBatch, find, private
 from penstock.serving.shard_link import ShardLink, ShardMemory
 from penstock.serving.worker_regions import WorkerRegions
 from penstock.serving.worker_spill import Spilled, Values, split
-from penstock.types import DATATYPES, Array, TensorSpec, from_array, shape_fits
+from penstock.types import DATATYPES, Array, Parameter, TensorSpec, from_array, shape_fits
 from penstock.wire import frames
 
 # Classes that a model may answer with beside BackendFailed.
@@ -107,6 +107,7 @@ class Stored(NamedTuple):
     errors: dict[int, str] = {}
     invalid: tuple[int, ...] = ()
     kinds: dict[int, str] = {}
+    parameters: dict[int, dict[str, Parameter]] = {}
 
 
 ALL_IN_ROWS = Stored()
@@ -176,8 +177,8 @@ class BatchExecutor:
             times = input_s, infer_s, output_s
             totals = num_rows, num_tokens
             kept = each.outputs, each.errors, each.invalid
-            counts = *totals, is_first
-            found.append(frames.Done(part.frame.batch, *times, *kept, *counts, each.kinds))
+            counts, more = (*totals, is_first), (each.kinds, each.parameters)
+            found.append(frames.Done(part.frame.batch, *times, *kept, *counts, *more))
             # A shard that is gone counts nothing.
             is_first = is_first and part.link.is_gone
         return found
@@ -366,13 +367,16 @@ class BatchExecutor:
                     found.append(ALL_IN_ROWS)
                 elif isinstance(answer, PerRequest) or self._stores_apart(part, number, faults):
                     own: Sequence[Outputs | Exception]
+                    parameters: Mapping[int, Mapping[str, Parameter]] = {}
                     if isinstance(answer, PerRequest):
                         own = answer.answers[index : index + num_requests]
+                        given = answer.parameters.items()
+                        parameters = {at - index: each for at, each in given if at >= index}
                     else:
                         own = self._split(part, self._own_rows(part, answer, row, batch))
                     each = enumerate(own)
                     told = [faults.get((number, at), its) for at, its in each] if faults else own
-                    found.append(self._store_each(part, told))
+                    found.append(self._store_each(part, told, parameters))
                 else:
                     found.append(self._store_rows(part, self._own_rows(part, answer, row, batch)))
             except BaseException as error:  # Any exception of the model is answered.
@@ -492,7 +496,12 @@ class BatchExecutor:
             text = f"the model gave {len(answer.answers)} answers to {len(batch.requests)} requests"
             raise BackendFailed(text)
 
-    def _store_each(self, part: Part, answers: Sequence[Outputs | Exception]) -> Stored:
+    def _store_each(
+        self,
+        part: Part,
+        answers: Sequence[Outputs | Exception],
+        parameters: Mapping[int, Mapping[str, Parameter]],
+    ) -> Stored:
         """Like `_store_rows`, for models that answer each request separately, and for outputs in
         clients' memory. A request's error does not affect the others."""
         errors: dict[int, str] = {}
@@ -539,7 +548,12 @@ class BatchExecutor:
         if any(in_regions):
             pairs_of = zip(spilled or [()] * len(in_regions), in_regions, strict=True)
             spilled = tuple((*some, *others) for some, others in pairs_of)
-        return Stored(spilled, errors, tuple(invalid), kinds)
+        kept_parameters = {
+            index: dict(each)
+            for index, each in parameters.items()
+            if index < len(answers) and index not in errors
+        }
+        return Stored(spilled, errors, tuple(invalid), kinds, kept_parameters)
 
     def _write_regions(self, request: frames.RequestPart, outputs: Outputs) -> list[frames.Extent]:
         """Write the outputs that belong in clients' memory."""

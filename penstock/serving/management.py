@@ -20,6 +20,7 @@ import penstock
 from penstock.errors import SHUTTING_DOWN, NotReady
 from penstock.repository.pbtxt import to_json
 from penstock.serving import latency_scrape
+from penstock.serving.called_models import ModelManager
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
@@ -78,6 +79,24 @@ class ManagementCall:
     caller: bytes = b""
     # Parameters of a load whose value is the content of a file.
     files: Mapping[str, Buffer] = field(default_factory=dict)
+
+
+def for_models(manage: Callable[[ManagementCall, bytes], Awaitable[bytes]]) -> ModelManager:
+    """Return what answers the management calls of models' code."""
+
+    async def answer(
+        action: str,
+        name: str,
+        version: str,
+        parameters: Mapping[str, Parameter],
+        files: Mapping[str, Buffer],
+        caller: bytes,
+    ) -> bytes:
+        return await manage(
+            ManagementCall(action, name, version, parameters, caller, files), caller
+        )
+
+    return answer
 
 
 # Answers a call with JSON.

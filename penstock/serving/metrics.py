@@ -25,6 +25,7 @@ from penstock.errors import (
     PenstockError,
     QuotaExceeded,
 )
+from penstock.serving.custom_metrics import CustomMetrics
 from penstock.serving.histogram import Histogram
 from penstock.serving.model_gauges import NO_GAUGES, ModelGauges
 from penstock.serving.response_counts import ResponseCounts
@@ -159,6 +160,8 @@ class ModelMetrics:
         # Reads what the model holds here; what the shards hold of it.
         self.read_gauges: Callable[[], ModelGauges] = ModelGauges
         self.counted_gauges = NO_GAUGES
+        # Metrics of the model's own code.
+        self.custom = CustomMetrics()
         # Metrics that only models of its kind have, and what makes families of a scrape of them.
         self.of_kind: object = None
         self.others: Callable[[], Sequence[ScrapeLines]] = tuple

@@ -108,6 +108,7 @@ class ModelHost:
         self.notes: tuple[str, ...] = ()
         self.drift = DriftWatch(config, clock)
         self.sketched = self.drift.hear
+        self.measured = metrics.custom.add
         self._proved: frames.ModelProved | None = None
         # Done when all instances are warm, or when loading failed and `_load_problems` is set. Not
         # an exception of the future: model and traceback would keep each other alive.

@@ -10,6 +10,7 @@ from penstock.config import MetricsConfig
 from penstock.errors import SHUTTING_DOWN, NotFound, NotReady, QuotaExceeded
 from penstock.repository.layout import listed
 from penstock.serving.caches import Caches
+from penstock.serving.called_models import ModelManager
 from penstock.serving.header_forwarding import HeaderForwarding
 from penstock.serving.latency_metrics import FIRST_RESPONSE_MS, LatencyMetrics
 from penstock.serving.quotas import Quotas
@@ -48,6 +49,8 @@ class ModelTable:
         self.caches = Caches()
         # None: executions are not limited.
         self.rate_limiter: RateLimiter | None = None
+        # Answers management calls of models' code; None: they cannot make any.
+        self.manage: ModelManager | None = None
         # What is counted and shown of latencies.
         self.metrics_config = MetricsConfig()
         self._models: dict[str, dict[str, Served]] = {}

@@ -187,6 +187,9 @@ class Replies:
                     if fit.has_fixed_outputs:
                         response.form = fit
                         response.keeper = self._memory
+                if index in frame.parameters:
+                    # Codecs cache by the form what they write before the tensors.
+                    response.parameters, response.form = frame.parameters[index], None
                 self.finish(request, response)
         return answered
 

@@ -18,6 +18,7 @@ import psutil
 
 import penstock
 from penstock.backends import GPU_FALLBACK
+from penstock.serving.custom_metrics import CustomMetric, merge
 from penstock.serving.drift import InputDrift
 from penstock.serving.histogram import Histogram
 from penstock.serving.metrics import PHASES, WAITS, Labels, ModelMetrics, SloCount
@@ -191,6 +192,10 @@ def expose(
     families = [*_of_every_model(items), *(family for family in optional if family.lines)]
     text, version = "The version that runs; always 1", {"version": penstock.__version__}
     families.append(ScrapeLines.of("penstock_build_info", text, "gauge", [(version, 1)]))
+    names = {family.name for family in families} | hidden
+    custom = map(_custom, merge(item.metrics.custom for _, item in items))
+    # A family that is there twice would make the whole scrape invalid.
+    families += [family for family in custom if family.name not in names]
     return "".join(
         f"{line}\n"
         for family in families
@@ -329,6 +334,29 @@ def _drift(items: Sequence[LabelledModel]) -> Iterator[ScrapeLines]:
         yield ScrapeLines.of(name, text, kind, known)
 
 
+def _custom(metrics: Sequence[CustomMetric]) -> ScrapeLines:
+    """Render a family of models' own."""
+    first = metrics[0]
+    text = first.text.replace("\\", r"\\").replace("\n", r"\n")
+    if first.kind != "histogram":
+        samples = [(each.labels, _number(each.value)) for each in metrics]
+        return ScrapeLines.of(first.family, text, first.kind, samples)
+    histograms = []
+    for each in metrics:
+        histogram = Histogram(each.bounds)
+        histogram.counts, histogram.total = each.counts, each.value
+        histograms.append((each.labels, histogram))
+    return ScrapeLines.of_histograms(first.family, text, histograms)
+
+
+def _number(value: float) -> str:
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    if math.isnan(value):
+        return "NaN"
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
 def _shards(shards: Sequence[ShardUse]) -> Iterator[ScrapeLines]:
     restarts = [(each.labels, each.num_restarts) for each in shards]
     text = "Shards started again after a death"
@@ -369,6 +397,8 @@ def _host(host: HostUse) -> Iterator[ScrapeLines]:
 
 
 def label_text(labels: Labels) -> str:
+    if not labels:
+        return ""
     return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
 
 

@@ -372,6 +372,7 @@ class ShardedModel(ShardedVersion):
         metrics.load_s = self._load_s
         for stage in self.stages:
             metrics.num_restarts += stage.metrics.num_restarts
+            metrics.custom.include(stage.metrics.custom)
             for cause, count in stage.metrics.num_deaths.items():
                 metrics.num_deaths[cause] += count
         return metrics

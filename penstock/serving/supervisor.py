@@ -105,6 +105,9 @@ class WorkerListener(Protocol):
     def sketched(self, sketched: frames.Sketched) -> None:
         """Hear what a worker has seen of its inputs."""
 
+    def measured(self, worker: int, changes: Sequence[frames.MetricChange]) -> None:
+        """Hear what the worker of this instance has done to metrics of its model's code."""
+
     def tick(self) -> None:
         """Do periodic work, every TICK_S."""
 
@@ -274,6 +277,8 @@ class Supervisor:
                 self._listener.instance_leaving(instance)
             case frames.Sketched():
                 self._listener.sketched(frame)
+            case frames.Measured():
+                self._listener.measured(instance.index, frame.changes)
 
     def let_go(self, instance: Instance) -> None:
         """Stop a leaving worker, which has no batches."""

@@ -38,6 +38,7 @@ from penstock.serving.shares import Queued
 from penstock.serving.slab import Segment
 from penstock.serving.worker_calls import Route, WorkerCalls
 from penstock.serving.worker_load import MemoryLimit, describe_load_error, load_runner
+from penstock.serving.worker_metrics import WorkerMetrics
 from penstock.serving.worker_responses import BatchThread
 from penstock.serving.worker_slots import WorkerSlots
 from penstock.system import host_policy, logs
@@ -106,6 +107,8 @@ class Worker:
     _unused: list[ShardLink] = field(default_factory=list)
     # The calls of its model's code to other models; None if it cannot make any.
     _calls: WorkerCalls | None = None
+    # Metrics of its model's code; None before it is loaded.
+    _metrics: WorkerMetrics | None = None
     # Compares inputs with the evidence; None without any.
     _sketch: InputSketch | None = None
 
@@ -161,6 +164,8 @@ class Worker:
         self._end_answers()
         if self._calls is not None:
             self._calls.close()
+        if self._metrics is not None:
+            self._metrics.close()
         for link in self.links:
             self._detach(link)
         self._forget_unused()
@@ -225,6 +230,7 @@ class Worker:
         try:
             if self.on_load is not None:
                 self.on_load(frame)
+            self._metrics = WorkerMetrics(self._channel.send)
             runner, ready = load_runner(config, frame.proof)
             references = read_references(config)
         except BaseException as error:  # Any exception of the model's code is the answer to Load.
@@ -549,6 +555,8 @@ class Worker:
             self._calls.close()
         if self._loaded is not None:
             self._loaded.runner.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _finish_responses(self) -> None:
         """Wait until the last responses of a decoupled model have left, while shards say what they

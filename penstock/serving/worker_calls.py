@@ -163,6 +163,7 @@ class WorkerCalls:
                 call.id,
                 tuple(call.outputs),
                 dict(call.parameters),
+                call.action,
             )
             data = frames.encode(frame)
             if len(data) > frames.MAX_FRAME_BYTES:

@@ -8,7 +8,7 @@ Between the core and a shard, a datagram is an array of all pending frames (`joi
 OpenShard, is sent alone.
 
     core → worker   LoadModel, Enclosed, Attach, SetExecutors, Leave, Stop
-    worker → core   WorkerReady, StartFailed, Leaving, Sketched
+    worker → core   WorkerReady, StartFailed, Leaving, Sketched, Measured
     shard → worker  Hello, MapSlab, MapRegion, UnmapRegion, Want, Dispatch, Decline, Recall,
                     Release, CancelRequest
     worker → shard  Claim, Started, Recalled, Responded, Done, BatchFailed, Leaving
@@ -45,7 +45,7 @@ from penstock.system.logs import LogSwitches
 from penstock.types import Parameter, RequestedOutput
 from penstock.wire.trace_records import TraceRecord, TraceTable
 
-VERSION = 4
+VERSION = 5
 # A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 # A LoadModel that is larger travels as Enclosed: buffers of sockets are this large on any system.
@@ -327,6 +327,8 @@ class Done(Frame, tag="ok"):
     is_first: bool = True
     # Classes of those of `errors` that a model chose, if it chose one.
     kinds: dict[int, str] = {}
+    # Those of the answers to some requests.
+    parameters: dict[int, dict[str, Parameter]] = {}
 
 
 class Responded(Frame, tag="rsp"):
@@ -387,6 +389,28 @@ class Sketched(Frame, tag="skt"):
     quantities: tuple[QuantityCounts, ...]
 
 
+class MetricChange(Frame, tag="mc"):
+    """What a worker has done to one metric of its model since it said so last. `value` is added to
+    the metric, or replaces it (`is_set`); a histogram has it as the sum of the values that are in
+    `counts`, by bucket. `is_new`: the worker has just declared the metric."""
+
+    family: str
+    text: str
+    kind: str
+    labels: tuple[tuple[str, str], ...]
+    bounds: tuple[float, ...] = ()
+    value: float = 0.0
+    is_set: bool = False
+    is_new: bool = False
+    counts: list[int] = []
+
+
+class Measured(Frame, tag="msd"):
+    """Changes of metrics that a model's code has."""
+
+    changes: tuple[MetricChange, ...]
+
+
 class TensorHeader(msgspec.Struct, array_like=True, gc=False, frozen=True, tag="t"):
     """Description of one tensor in a parcel. Hashable: equal tensors share a key."""
 
@@ -407,7 +431,8 @@ class Parcel(Frame, tag="pcl"):
 
 class CallModel(Frame, tag="cal"):
     """The code of a model calls another model, while it runs a `batch` of this shard. The tensors
-    are in the `parcel` or, if that has an offset, in a segment whose descriptor comes along."""
+    are in the `parcel` or, if that has an offset, in a segment whose descriptor comes along. With
+    an `action`, it manages that model instead; the pieces are the files of a load, by name."""
 
     call: int
     batch: int
@@ -417,6 +442,7 @@ class CallModel(Frame, tag="cal"):
     id: str = ""
     outputs: tuple[str, ...] = ()
     parameters: dict[str, Parameter] = {}
+    action: str = ""
 
 
 class CancelCall(Frame, tag="calc"):
@@ -997,7 +1023,7 @@ class ShardAnswer(Frame, tag="anss"):
 
 
 ToWorker = LoadModel | Enclosed | Attach | SetExecutors | Leave | Stop
-FromWorker = WorkerReady | StartFailed | Leaving | Sketched
+FromWorker = WorkerReady | StartFailed | Leaving | Sketched | Measured
 ShardToWorker = (
     Hello
     | MapSlab

@@ -172,6 +172,19 @@ def test_an_error_of_one_request_leaves_its_state_and_those_of_others_go_on():
     assert run(runner, [1], [part(0)]) == [{"y": [[2]]}]
 
 
+def test_parameters_stay_with_their_request():
+    def answer(batch: Batch) -> PerRequest:
+        each = [{"y": x, "new_sum": x} for x in batch.inputs["x"][:, None]]
+        return PerRequest(each, {n: {"row": n} for n in range(len(each))})
+
+    runner, _ = make(answer)
+    inputs = {"x": np.array([[7], [8]], np.int32)}
+    # Of three rows, the one between is empty.
+    parts = [part(2, "s"), part(0, "s")]
+    (answered,) = runner.start(Batch(inputs, 2, parts)).wait()
+    assert answered.parameters == {0: {"row": 2}, 1: {"row": 0}}
+
+
 def test_a_model_that_gives_no_state_fails_the_request():
     runner, _ = make(lambda batch: {"y": batch.inputs["x"]})
     (error,) = run(runner, [1], [part(0, "s")])

@@ -159,6 +159,23 @@ def test_response_of_other_things_is_refused(arguments: dict[str, object]) -> No
         pb_utils.InferenceResponse(**arguments)
 
 
+@pytest.mark.parametrize(
+    "parameters, what",
+    [
+        ([], r", got <class 'list'>"),
+        ({1: "a"}, r"keys to have type str, found type <class 'int'>"),
+        ({"a": 0.5}, r"values to have type bool/int/str, found type <class 'float'>"),
+        ({"a": None}, r"values to have type bool/int/str, found type <class 'NoneType'>"),
+        ({"a": 1 << 63}, "a = 9223372036854775808 has more than 64 bits"),
+    ],
+)
+def test_parameters_of_a_response_are_of_types_that_protocols_have(
+    parameters: object, what: str
+) -> None:
+    with pytest.raises(pb_utils.TritonModelException, match=what):
+        pb_utils.InferenceResponse([], parameters=parameters)
+
+
 REQUEST = pb_utils.InferenceRequest(model_name="other")
 
 
@@ -166,10 +183,6 @@ REQUEST = pb_utils.InferenceRequest(model_name="other")
     "use",
     [
         lambda: REQUEST.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE),
-        lambda: pb_utils.MetricFamily(name="n", description="d", kind=pb_utils.MetricFamily.GAUGE),
-        lambda: pb_utils.load_model("other"),
-        lambda: pb_utils.unload_model("other"),
-        lambda: pb_utils.is_model_ready("other"),
     ],
 )
 def test_what_needs_the_server_is_not_supported_yet(use: Callable[[], object]) -> None:

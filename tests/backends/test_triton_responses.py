@@ -92,11 +92,12 @@ def test_a_request_that_a_model_makes_has_no_sender():
 
 def test_one_response_is_waited_for():
     one = OneResponse()
-    thread = threading.Thread(target=one.send, args=({"y": np.array([1])},), kwargs={"is_final": 1})
+    given = {"is_final": True, "parameters": {"n": 1}}
+    thread = threading.Thread(target=one.send, args=({"y": np.array([1])},), kwargs=given)
     thread.start()
-    answer = one.wait()
+    answer, parameters = one.wait()
     thread.join()
-    assert answer["y"].tolist() == [1]
+    assert answer["y"].tolist() == [1] and parameters == {"n": 1}
 
 
 @pytest.mark.parametrize(
@@ -105,9 +106,10 @@ def test_one_response_is_waited_for():
 def test_another_number_of_responses_than_one_is_an_error(number, text):
     one = OneResponse()
     for value in range(number):
-        one.send({"y": np.array([value])}, is_final=False)
+        one.send({"y": np.array([value])}, is_final=False, parameters={"n": value})
     one.send(None, is_final=True)
-    answer = one.wait()
+    answer, parameters = one.wait()
+    assert parameters == {}
     assert isinstance(answer, BackendFailed) and text in str(answer)
 
 

@@ -11,6 +11,7 @@ from penstock.backends import Batch, PerRequest, Runner, backend
 from penstock.backends.views import fill_shape
 from penstock.config import BatchInput, BatchOutput, BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
+from penstock.repository import onnx_file
 from penstock.serving.proof import prove
 from penstock.types import TensorSpec
 
@@ -135,3 +136,53 @@ def test_rows_of_ragged_requests_are_not_tried_apart(ragged: ModelConfig):
 def test_variable_dimensions_keep_their_order():
     assert fill_shape((8, -1, 1, -1), (2, 4, -1, -1), (2, 4, 5, 6)) == (8, 5, 1, 6)
     assert fill_shape((), (1,), (1,)) == ()
+
+
+SCALARS = """
+<ir_version: 8, opset_import: ["" : 17]>
+scalars (float x, float[1] one) => (float y, float[1] both)
+{
+    y = Identity (x)
+    both = Add (x, one)
+}
+"""
+
+
+@pytest.mark.parametrize("dims", [(1,), (1, 1)])
+def test_dims_of_ones_are_what_the_file_has_without_dimensions(
+    tmp_path: Path, dims: tuple[int, ...]
+):
+    inputs = TensorSpec("x", "FP32", dims), TensorSpec("one", "FP32", (1,))
+    outputs = TensorSpec("y", "FP32", dims), TensorSpec("both", "FP32", (1,))
+    config = model(tmp_path, SCALARS, inputs=inputs, outputs=outputs, max_batch_size=0)
+    runner = backend(config.backend)(config)
+    given = {"x": np.full(dims, 7, np.float32), "one": np.array([3], np.float32)}
+    (answer,) = runner.start(Batch(given, 1)).wait()
+    assert answer["y"].shape == dims and answer["y"].item() == 7
+    assert answer["both"].shape == (1,) and answer["both"].item() == 10
+
+
+def test_other_dims_than_ones_are_refused_for_a_scalar(tmp_path: Path):
+    specs = TensorSpec("one", "FP32", (1,)), TensorSpec("both", "FP32", (1,))
+    for inputs, outputs in (
+        ((TensorSpec("x", "FP32", (2,)), specs[0]), (specs[1],)),
+        ((TensorSpec("x", "FP32", (-1,)), specs[0]), (specs[1],)),
+    ):
+        config = model(tmp_path, SCALARS, inputs=inputs, outputs=outputs, max_batch_size=0)
+        with pytest.raises(ConfigError, match="input 'x': configured as"):
+            backend(config.backend)(config)
+
+
+def test_a_scalar_has_no_rows(tmp_path: Path):
+    inputs = TensorSpec("x", "FP32", (1,)), TensorSpec("one", "FP32", (1,))
+    config = model(tmp_path, SCALARS, inputs=inputs, outputs=(TensorSpec("y", "FP32", (1,)),))
+    with pytest.raises(ConfigError, match="input 'x': configured as"):
+        backend(config.backend)(config)
+
+
+def test_a_tensor_without_a_declared_shape_is_no_scalar(tmp_path: Path):
+    path = tmp_path / "model.onnx"
+    parsed = onnx.parser.parse_model(SCALARS)
+    parsed.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(parsed, path)
+    assert onnx_file.find_scalars(path) == {"x"}

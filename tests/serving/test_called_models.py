@@ -46,6 +46,8 @@ class FakeModel:
 
 
 class Table:
+    manage = None
+
     def __init__(self) -> None:
         self.models = {name: FakeModel(name) for name in ("callee", "caller", "first")}
 
@@ -91,6 +93,53 @@ class Caller:
     def close(self) -> None:
         self.link.close()
         self.end.close()
+
+
+def test_a_management_call_is_answered_and_ends_with_its_worker():
+    async def scenario(caller: Caller) -> None:
+        asked: list[tuple[object, ...]] = []
+        ended: list[str] = []
+
+        async def manage(*call: object) -> bytes:
+            asked.append(call)
+            if call[1] == "wrong":
+                raise NotFound("'wrong' is not found")
+            if call[1] == "slow":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append("slow")
+            return b""
+
+        caller.table.manage = manage
+        batch = caller.batch(request(b"key", ("first/1",)))
+        caller.call("other", batch.id, action="load", parameters={"config": "{}"})
+        await until(lambda: len(asked) == 1)
+        action, name, version, parameters, files, key = asked[0]
+        assert (action, name, version, parameters, key) == (
+            "load",
+            "other",
+            "",
+            {"config": "{}"},
+            b"key",
+        )
+        assert {each: bytes(data) for each, data in files.items()} == {"x": bytes(X.data)}
+        assert caller.read().error_kind == ""
+        caller.call("wrong", batch.id, action="unload")
+        await until(lambda: len(asked) == 2)
+        assert caller.read().error == "'wrong' is not found"
+        # The callers of the batch wait for it.
+        for each in ("first", "caller"):
+            caller.call(each, batch.id, action="unload")
+        caller.call("other", batch.id, action="explain")
+        await asyncio.sleep(0.01)
+        assert [caller.read().error_kind for _ in range(3)] == ["Unsupported"] * 3
+        caller.call("slow", batch.id, action="load")
+        await until(lambda: len(asked) == 3)
+        caller.link.close()
+        await until(lambda: ended == ["slow"])
+
+    run(scenario)
 
 
 def request(caller: bytes = b"", chain: tuple[str, ...] = ()) -> Request:

@@ -19,11 +19,10 @@ ELEMENTS = "typed contents are limited to 4 million elements; raw_input_contents
 RAW_BYTES = "a raw request fills any BYTES input with one element"
 DEPTH = "JSON of more than 100 levels is read"
 CHECKED = "shapes and datatypes of a Python model's outputs are checked"
-PARAMETERS = "only responses of decoupled models have parameters"
+CYCLE = "a model cannot call itself"
 CANCELLED = "is_cancelled of a model that is not decoupled is always False"
 SENDER = "a model that is not decoupled must send its one response before execute returns"
 CALLS = "calls of models cannot be cancelled by the model"
-METRICS = "custom metrics (MetricFamily) of models are refused"
 LOG_TEXT = "looks for a text in the log that Triton writes"
 LABELS = "looks for a line of the metrics whose labels are in another order"
 BITS = "as_numpy of BF16 gives the bits as uint16, where Triton's raises"
@@ -32,7 +31,6 @@ MEMBERS = "members of ensembles must give every output that is wanted, and one r
 RESERVED = "headers that begin with triton_ are not refused"
 LARGE_CLASSES = "a classification of more classes than the tensor has is not refused"
 SHAPES = "dims: [ -1, -1 ] for an ONNX input of [ -1, 2 ] is refused"
-SCALAR = "dims: 1 for an ONNX input without dimensions is refused; a reshape says it"
 
 # File of tests, reason: classes and tests.
 _TESTS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -98,7 +96,6 @@ _TESTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("L0_parameters/class_count_test.py (grpc)", LARGE_CLASSES): (
         "ClassificationParameterTest.test_classification_output_tensor_too_large",
     ),
-    ("L0_scalar_io/scalar_test.py", SCALAR): ("ScalarIOTest.test_scalar_io",),
     ("L0_backend_python/python_test.py", BITS): ("PythonTest.test_bf16",),
     ("L0_backend_python/python_test.py", TEST_PATH): ("PythonTest.test_init_args",),
     ("L0_backend_python/lifecycle/lifecycle_test.py", CANCELLED): (
@@ -107,7 +104,7 @@ _TESTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("L0_backend_python/lifecycle/lifecycle_test.py", LABELS): (
         "LifecycleTest.test_infer_pymodel_error",
     ),
-    ("L0_backend_python/bls/bls_parameters_test.py", PARAMETERS): (
+    ("L0_backend_python/bls/bls_parameters_test.py", CYCLE): (
         "TestBlsParameters.test_bls_parameters",
     ),
     ("L0_backend_python/decoupled/decoupled_test.py", CALLS): (
@@ -145,7 +142,6 @@ _FAILS: Mapping[str, tuple[str, ...]] = {
         "Python model: wrong_return_type",
     ),
     TEST_PATH: ("Python model: init_args",),
-    METRICS: ("Python backend example: custom_metrics", "examples/custom_metrics/client.py"),
     # Everything before its last check passes.
     "a version that is no number is refused with another text": (
         "grpc_explicit_int8_content_client.py",

@@ -77,6 +77,10 @@ FROM_WORKER = [
     frames.StartFailed(("config: wrong", "input: missing")),
     frames.Leaving("its memory is in pieces"),
     frames.Sketched((frames.QuantityCounts("x", "value", 20, 1, (0.5, 9.0), (0.25, 8.0)),)),
+    frames.Measured((frames.MetricChange("n", "é", "counter", (("a", "b"),), value=0.5),)),
+    frames.Measured(
+        (frames.MetricChange("n", "", "histogram", (), (0.5,), 2.0, True, True, [1, 0]),)
+    ),
 ]
 WANT = frames.Want((5, 2), (50, 20), 12.5, 2, 8, "rows x [16]", 1e3, 64)
 SHARD_TO_WORKER = [
@@ -114,6 +118,7 @@ WORKER_TO_SHARD = [
     frames.Done(7, 0.1, 0.2, 0.3),
     frames.Done(7, 0.1, 0.2, 0.3, ((EXTENT,), ()), {1: "bad row"}),
     frames.Done(7, 0.1, 0.2, 0.3, total_rows=64, total_tokens=99, is_first=False),
+    frames.Done(7, 0.1, 0.2, 0.3, parameters={1: {"n": 1, "s": "é"}}),
     frames.BatchFailed(7, "out of memory", True),
     frames.Leaving("its memory is in pieces"),
     frames.Responded(3, 1),
@@ -365,8 +370,8 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
         ),
     ],
 )
-def test_version_4_reads_what_version_4_wrote(decode: Any, frame: Any, written: str) -> None:
-    assert frames.VERSION == 4, "a new version needs new bytes here"
+def test_version_5_reads_what_version_5_wrote(decode: Any, frame: Any, written: str) -> None:
+    assert frames.VERSION == 5, "a new version needs new bytes here"
     assert decode(bytes.fromhex(written)) == frame
 
 
