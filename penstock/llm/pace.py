@@ -41,7 +41,7 @@ class StepWork:
     def features(self) -> Array:
         """Inputs of the fit, scaled to similar sizes for numerical stability."""
         prompt, decodes = self.num_prompt_tokens / 1e3, self.num_generating / 1e2
-        drafts = self.num_drafting / 1e2, self.num_drafted / 1e2
+        drafts = self.num_drafting / 1e1, self.num_drafted / 1e1
         return np.array([1.0, prompt, decodes, self.num_context_tokens / 1e5, *drafts])
 
 
