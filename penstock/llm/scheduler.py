@@ -168,6 +168,8 @@ class Scheduler:
         limit = self.limits.max_tokens
         most = limit if max_tokens is None else min(max_tokens, limit)
         self._plan_tokens(step)
+        # What is drafted takes nothing from prompts.
+        most = min(limit, most + sum(len(chunk.draft) for chunk in step.chunks))
         shares = self._shares(most - step.num_tokens)
         self._plan_prompts(step, most, shares)
         if self.num_preemptions == num_before:

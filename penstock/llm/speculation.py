@@ -75,7 +75,8 @@ class Speculation:
         self._num_steps += 1
         self._num_sequences = max(1, work.num_generating)
         self._is_probe = self._num_steps - self._drafted_at >= PROBE_EVERY
-        self._pays = self._best_length(1.0) > 0
+        self._pays = self._best_length(1.0) > 0 and self._is_in_time(work)
+        self._is_probe = self._is_probe and self._is_in_time(work)
 
     def length(self, sequence: Sequence) -> int:
         """Return how many tokens to draft after the sequence's last known one."""
@@ -100,6 +101,14 @@ class Speculation:
             return []
         self._drafted_at, self._is_probe = self._num_steps, False
         return sequence.history.guess(sequence.tokens, length)
+
+    def _is_in_time(self, work: StepWork) -> bool:
+        """Return whether others get their tokens in the promised time if all sequences draft."""
+        target_s, num = self.pace.targets.tpot_s, work.num_generating
+        if target_s is None or num < 2:
+            return True
+        cost = num * (self._cost.fixed + self.max_tokens * self._cost.per_token)
+        return self.pace.step_s(work) * (1 + cost) <= target_s
 
     def _best_length(self, rate: float) -> int:
         return draft_length(rate, self._cost, self._num_sequences, self.max_tokens)

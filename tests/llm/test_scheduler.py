@@ -246,6 +246,66 @@ class TestAhead:
         assert planner.pool.num_free == planner.pool.num_blocks
 
 
+class EagerDrafts:
+    """Drafts as much as it may."""
+
+    def length(self, sequence: Sequence) -> int:
+        return 9
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        return [0] * max(0, min(9, most))
+
+
+class TestDrafts:
+    def started(self, *sequences: Sequence, **limits) -> tuple[Scheduler, Device]:
+        planner, device = scheduler(**limits), Device()
+        planner.speculation = EagerDrafts()
+        for each in sequences:
+            planner.add(each)
+        ran(planner, device)
+        return planner, device
+
+    def test_they_leave_half_of_a_step_to_prompts(self):
+        """Also if a promised time per token lets few prompt tokens into a step."""
+        planner, _ = self.started(a_sequence(0, max_tokens=99), max_tokens=24, max_sequences=4)
+        planner.add(a_sequence(1, [4] * 40, 9))
+        step = planner.plan()
+        assert counts(step) == {0: 10, 1: 14}
+        planner.commit(step, [1] * len(step.sampled))
+        assert counts(planner.plan(3)) == {0: 10, 1: 2}
+
+    def test_they_do_not_exceed_what_is_asked_for(self):
+        """The last token is never computed, so the one before it is drafted last."""
+        planner, _ = self.started(a_sequence(0, max_tokens=5), max_tokens=64)
+        assert [len(chunk.draft) for chunk in planner.plan().chunks] == [3]
+
+    def test_they_take_no_block_that_another_sequence_needs(self):
+        """Two sequences of two tokens have one block each; of three others, one is a reserve for
+        each of them."""
+        both = [a_sequence(number, [number], 11) for number in range(2)]
+        planner, device = self.started(*both, num_blocks=5, max_tokens=64, max_length=12)
+        step = planner.plan()
+        # One has room in two blocks, the other in one.
+        assert sorted(len(chunk.draft) for chunk in step.chunks) == [2, 6]
+        assert planner.pool.num_free == 2
+        planner.commit(step, device.run(step))
+        assert planner.num_preemptions == 0
+
+    def test_rejected_ones_are_computed_again_in_the_same_blocks(self):
+        planner, device = self.started(a_sequence(0, max_tokens=30), max_tokens=64)
+        sequence = planner.running[0]
+        while sequence.state != "ended":
+            num_computed, num_tokens = sequence.num_computed, len(sequence.tokens)
+            step = planner.plan()
+            new = planner.commit(step, device.run(step))
+            if sequence.state == "running":
+                assert sequence.num_planned == sequence.num_computed == num_computed + len(new)
+                assert len(sequence.tokens) == num_tokens + len(new)
+                assert len(sequence.blocks) <= planner.pool.num_needed(num_computed + 10)
+        assert sequence.tokens[3:] == alone([1, 2, 3], SamplingParams(max_tokens=30))
+        assert planner.num_drafted > planner.num_accepted > 0
+
+
 class TestCache:
     def test_the_same_beginning_is_not_computed_again(self):
         planner, device = scheduler(), Device()

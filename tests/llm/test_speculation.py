@@ -17,7 +17,7 @@ from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
 from penstock.llm.engine import Engine  # noqa: E402
 from penstock.llm.messages import GenerateRequest  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
-from penstock.llm.pace import StepTimeModel, StepWork  # noqa: E402
+from penstock.llm.pace import StepTimeModel, StepWork, Targets  # noqa: E402
 from penstock.llm.runner import CpuRunner  # noqa: E402
 from penstock.llm.scheduler import Scheduler, StepLimits  # noqa: E402
 from penstock.llm.sequence import Sequence  # noqa: E402
@@ -127,6 +127,17 @@ class TestCost:
     def test_of_many_sequences_is_that_of_all(self):
         """Nine more tokens of one sequence do not pay for a longer step of sixteen."""
         assert drafts(measured(0.1, 0.005, 0.01), num_sequences=16) == [0]
+
+
+@pytest.mark.parametrize(
+    ("target_s", "num_sequences", "expected"),
+    [(0.15, 2, 8), (0.13, 2, 0), (0.13, 1, 8), (None, 2, 8)],
+)
+def test_the_promised_time_per_token_of_others_is_kept(target_s, num_sequences, expected):
+    """100 ms, and 5 ms and 8 times 2 ms for each of two."""
+    pace = measured(0.1, 0.005, 0.002)
+    pace.targets = Targets(tpot_s=target_s)
+    assert drafts(pace, num_sequences) == [expected]
 
 
 def test_sequences_with_a_grammar_do_not_draft():
