@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 import tiny_llm as tiny  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
+from free_drafts import FreeDrafts  # noqa: E402
 
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache  # noqa: E402
@@ -149,15 +150,6 @@ def test_sequences_with_a_grammar_do_not_draft():
 
 
 # Engines.
-
-
-class FreeDrafts(Speculation):
-    """Drafts whenever there is a guess."""
-
-    def length(self, sequence: Sequence) -> int:
-        super().length(sequence)
-        has_guess = sequence.history is not None and sequence.history.source is not None
-        return self.max_tokens if has_guess else 0
 
 
 def an_engine(decoder: Decoder, kind: str, max_drafted: int, num_blocks=64) -> Engine:
