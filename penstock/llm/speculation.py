@@ -17,8 +17,8 @@ from penstock.llm.ngrams import FIRST_RATE, NgramHistory
 from penstock.llm.pace import StepTimeModel, StepWork
 from penstock.llm.sequence import Sequence
 
-# Tokens per time that drafts must promise, relative to a step without them.
-MARGIN = 1.05
+# Tokens, in the time of a step without drafts, that those of one sequence must promise beyond it.
+LEAST_GAIN = 0.05
 # Steps between two estimates of the cost, and steps with drafts that it takes.
 ESTIMATE_EVERY, MIN_MEASURED = 16, 4
 # Steps without drafts, because of their cost, after which one drafts to measure it; and how much.
@@ -39,9 +39,9 @@ TYPICAL = DraftCost(0.1, 0.05)
 
 def draft_length(rate: float, cost: DraftCost, num_sequences: int, most: int) -> int:
     """Return the draft length, at most `most`, with which a step of `num_sequences` generates most
-    tokens per time; 0 if drafts promise less than MARGIN. `rate` of the guesses are right, and a
-    draft is kept up to the first wrong one."""
-    best, best_speed = 0, MARGIN * num_sequences
+    tokens per time if this one drafts; 0 if that promises less than LEAST_GAIN. `rate` of the
+    guesses are right, and a draft is kept up to the first wrong one."""
+    best, best_speed = 0, num_sequences + LEAST_GAIN
     tokens, survives = float(num_sequences), 1.0
     for count in range(1, most + 1):
         survives *= rate

@@ -58,6 +58,8 @@ class TestLength:
             (1.0, TYPICAL, 16, 0),
             # A GPU reads weights once for all of them: 24 tokens in 1.018 times the time.
             (1.0, DraftCost(0.01, 0.001), 16, 8),
+            # Beside 199 others: 201.316 tokens in the time of 200, and 201.313 with eight.
+            (0.7, DraftCost(0.002, 0.0003), 200, 7),
         ],
     )
     def test_is_where_most_tokens_come_in_the_same_time(self, rate, cost, num_sequences, expected):
