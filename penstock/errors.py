@@ -14,6 +14,7 @@
     ├── Unsupported        a known feature that this server does not have
     ├── BackendFailed      the model itself failed
     │   ├── UnknownFailure ... and says that it does not know why
+    │   ├── PromptsFailed  ... for some of many prompts; has the other answers
     │   └── AlreadyExists  ... because what was to be made is there
     ├── StorageFull        a file system is full
     └── ConfigError        the operator's files are wrong (all problems at once)
@@ -22,7 +23,7 @@
 Knows no protocol: `wire.statuses` has the status of each class in every protocol.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -113,6 +114,16 @@ class BackendFailed(PenstockError):
 
 class UnknownFailure(BackendFailed):
     """TRITONSERVER_ERROR_UNKNOWN of a model."""
+
+
+class PromptsFailed(BackendFailed):
+    """Some of many prompts have no answer. `texts` has None for them, `errors` says why."""
+
+    def __init__(self, texts: Sequence[str | None], errors: Mapping[int, PenstockError]) -> None:
+        self.texts, self.errors = texts, errors
+        first = min(errors)
+        text = f"{len(errors)} of {len(texts)} prompts failed; prompts[{first}]: {errors[first]}"
+        super().__init__(text)
 
 
 class AlreadyExists(BackendFailed):

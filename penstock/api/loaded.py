@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 
 from penstock.api import predictions
 from penstock.config import LLM, ModelConfig
-from penstock.errors import Unsupported
+from penstock.errors import InvalidRequest, PenstockError, Unsupported
 from penstock.serving import local
 from penstock.serving.local import LocalModel
 from penstock.types import Array
@@ -85,20 +86,83 @@ class LoadedModel:
             raise Unsupported(f"'{self.name}' is a language model: use generate, not infer")
         return self._tensors
 
-    def generate(self, prompt: Prompt, **parameters: object) -> str:
+    # A text is also a sequence of texts: the first form that fits counts.
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, progress: bool = True, **parameters: object
+    ) -> str: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], *, progress: bool = True, **parameters: object
+    ) -> list[str]: ...
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], *, progress: bool = True, **parameters: object
+    ) -> str | list[str]:
         """Return the answer of a language model. A text is continued; a list of messages is a
-        chat. `parameters` are fields of OpenAI's requests: max_tokens, temperature, stop, ..."""
-        return "".join(self.stream(prompt, **parameters))
+        chat. `parameters` are fields of OpenAI's requests: max_tokens, temperature, stop, ...
 
-    async def generate_async(self, prompt: Prompt, **parameters: object) -> str:
-        """Like `generate`, for callers with an event loop."""
-        return await asyncio.to_thread(self.generate, prompt, **parameters)
+        Several prompts, as many as you like, get a list of answers in their order. `progress` shows
+        a bar on stderr if that is a terminal. PromptsFailed has the answers of all others if some
+        fail."""
+        prompts = _several(prompt)
+        if prompts is None:
+            return "".join(self.stream(cast("Prompt", prompt), **parameters))
+        answers = predictions.Answers(len(prompts))
+        with predictions.show_bar(len(prompts), progress, "generate") as advance:
+            events = self._takes_text().stream(prompts, parameters)
+            with contextlib.closing(events):
+                for event in events:
+                    advance(answers.take(event))
+        return answers.texts()
 
-    def stream(self, prompt: Prompt, **parameters: object) -> Iterator[str]:
-        """Like `generate`, piece by piece. Leaving the loop early cancels the request."""
+    @overload
+    async def generate_async(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, progress: bool = True, **parameters: object
+    ) -> str: ...
+    @overload
+    async def generate_async(
+        self, prompt: Sequence[Prompt], *, progress: bool = True, **parameters: object
+    ) -> list[str]: ...
+    async def generate_async(
+        self, prompt: Prompt | Sequence[Prompt], *, progress: bool = True, **parameters: object
+    ) -> str | list[str]:
+        """Like `generate`, for callers with an event loop. Cancelling it cancels the requests."""
+        several = _several(prompt)
+        prompts = [cast("Prompt", prompt)] if several is None else several
+        answers = predictions.Answers(len(prompts))
+        is_shown = progress and several is not None
+        with predictions.show_bar(len(prompts), is_shown, "generate") as advance:
+            events = self._takes_text().stream_async(prompts, parameters)
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if several is None and isinstance(event[1], PenstockError):
+                        raise event[1]
+                    advance(answers.take(event))
+        return answers.texts() if several is not None else answers.texts()[0]
+
+    @overload
+    def stream(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, **parameters: object
+    ) -> Iterator[str]: ...
+    @overload
+    def stream(
+        self, prompt: Sequence[Prompt], **parameters: object
+    ) -> Iterator[tuple[int, str]]: ...
+    def stream(
+        self, prompt: Prompt | Sequence[Prompt], **parameters: object
+    ) -> Iterator[str] | Iterator[tuple[int, str]]:
+        """Like `generate`, piece by piece; of several prompts, each piece comes with the number of
+        its prompt. Leaving the loop early cancels the requests."""
+        text, prompts = self._takes_text(), _several(prompt)
+        if prompts is None:
+            events = text.stream([cast("Prompt", prompt)], parameters)
+            return (piece for _, piece in predictions.pieces_of(events, 1))
+        return predictions.pieces_of(text.stream(prompts, parameters), len(prompts))
+
+    def _takes_text(self) -> LocalTextModel:
         if self._text is None:
             raise Unsupported(f"'{self.name}' is not a language model: use infer, not generate")
-        return self._text.stream(prompt, **parameters)
+        return self._text
 
     def predict(
         self,
@@ -115,10 +179,7 @@ class LoadedModel:
         `batch_size` 0 uses the model's largest batch. `progress` shows a bar on stderr."""
         if self._text is not None:
             prompts = predictions.read_prompts(dataset)
-            with predictions.show_bar(len(prompts), progress) as advance:
-                texts = predictions.generate_all(
-                    lambda prompt: self.generate(prompt, **parameters), prompts, advance
-                )
+            texts = self.generate(prompts, progress=progress, **parameters)
             return {"text": np.array(texts, dtype=np.object_)}
         assert self._tensors is not None
         columns = predictions.read_rows(dataset, self.config)
@@ -141,3 +202,15 @@ class LoadedModel:
         for each in (self._tensors, self._text):
             if each is not None:
                 each.close()
+
+
+def _several(prompt: object) -> list[Prompt] | None:
+    """Return the prompts of a list of prompts; None for one."""
+    from penstock.api.local_text import is_one
+
+    if is_one(prompt):
+        return None
+    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+        kind = type(prompt).__name__
+        raise InvalidRequest(f"a prompt is of type {kind}; expected a text or a list of messages")
+    return list(prompt)

@@ -3,18 +3,22 @@ run in processes of their own, as in a server; parameters are those of OpenAI's 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, InvalidRequest, PenstockError
+from penstock.errors import BackendFailed, InvalidRequest, NotReady, Overloaded, PenstockError
 from penstock.llm.generation import Generation
 from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
+from penstock.llm.settings import settings_of
 from penstock.serving.local import ModelThread, started
 from penstock.wire.openai_forms import TokenUsage
 from penstock.wire.openai_prompts import CompletionRequest, read_completion
@@ -22,29 +26,76 @@ from penstock.wire.openai_v1 import ChatRequest, read_chat
 
 # A text to continue, or the messages of a chat.
 Prompt = str | Sequence[Mapping[str, Any]]
+# A prompt's number, and a piece of its answer, None at its end, or why it failed.
+TextEvent = tuple[int, str | PenstockError | None]
 
 
 class LocalTextModel(ModelThread[LanguageModel]):
-    """Owns an event loop in its own thread; `stream` may be called from any thread."""
+    """Owns an event loop in its own thread; its methods may be called from any thread."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, _start(config))
 
-    def stream(self, prompt: Prompt, **parameters: object) -> Iterator[str]:
-        """Yield the answer piece by piece; prompt and parameters are `LoadedModel.generate`'s."""
-        answer = _LocalAnswer(self._model, _parse(self.config.name, prompt, parameters))
+    def stream(
+        self, prompts: Sequence[Prompt], parameters: Mapping[str, object]
+    ) -> Generator[TextEvent]:
+        """Yield the answers piece by piece; parameters are those of `LoadedModel.generate`. Leaving
+        the loop early cancels the rest."""
+        events: queue.SimpleQueue[TextEvent] = queue.SimpleQueue()
+        run = self._begin(prompts, parameters, events.put)
+        try:
+            num_open = len(prompts)
+            while num_open:
+                event = events.get()
+                num_open -= not isinstance(event[1], str)
+                yield event
+        finally:
+            self._give_up(run)
+
+    async def stream_async(
+        self, prompts: Sequence[Prompt], parameters: Mapping[str, object]
+    ) -> AsyncGenerator[TextEvent]:
+        """Like `stream`, on the caller's event loop."""
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[TextEvent]()
+
+        def put(event: TextEvent) -> None:
+            with contextlib.suppress(RuntimeError):  # The caller's loop has ended.
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        run = self._begin(prompts, parameters, put)
+        try:
+            num_open = len(prompts)
+            while num_open:
+                event = await events.get()
+                num_open -= not isinstance(event[1], str)
+                yield event
+        finally:
+            self._give_up(run)
+
+    def _begin(
+        self,
+        prompts: Sequence[Prompt],
+        parameters: Mapping[str, object],
+        put: Callable[[TextEvent], None],
+    ) -> _LocalRun:
+        asked = _parse_all(self.config.name, prompts, parameters)
+        run = _LocalRun(self._model, asked, put, num_at_once(self.config))
         with self._lock:
             if self._is_closed:
                 raise self._closed()
-            self._loop.call_soon_threadsafe(answer.begin)
-        try:
-            while (piece := answer.pieces.get()) is not None:
-                if isinstance(piece, PenstockError):
-                    raise piece
-                yield piece
-        finally:
+            self._loop.call_soon_threadsafe(run.begin_some)
+        return run
+
+    def _give_up(self, run: _LocalRun) -> None:
+        with self._lock:
             if not self._is_closed:
-                self._loop.call_soon_threadsafe(answer.give_up)
+                self._loop.call_soon_threadsafe(run.give_up)
+
+
+def num_at_once(config: ModelConfig) -> int:
+    """Return the prompts that are open at a time: enough to keep the engine busy."""
+    settings = settings_of(config)
+    return min(2 * settings.max_sequences, settings.max_waiting)
 
 
 async def _start(config: ModelConfig) -> LanguageModel:
@@ -52,28 +103,83 @@ async def _start(config: ModelConfig) -> LanguageModel:
 
 
 @dataclass(slots=True, eq=False)
-class _LocalAnswer:
-    """One request on the model's loop. Ends `pieces` with None or an error, exactly once."""
+class _LocalRun:
+    """Several requests on the model's loop, some of them open at a time. Each ends with None or an
+    error, exactly once, unless the caller gives up."""
 
     model: LanguageModel
-    asked: ChatRequest | CompletionRequest
-    pieces: queue.SimpleQueue[str | PenstockError | None] = field(default_factory=queue.SimpleQueue)
+    asked: Sequence[ChatRequest | CompletionRequest]
+    put: Callable[[TextEvent], None]
+    num_at_once: int
+    # Requests that were not begun; those that came too soon come again.
+    _due: deque[int] = field(init=False)
+    _open: dict[int, _LocalAnswer] = field(default_factory=dict)
+    _is_paused: bool = False
+    _is_beginning: bool = False
+
+    def __post_init__(self) -> None:
+        self._due = deque(range(len(self.asked)))
+
+    def begin_some(self) -> None:
+        """Begin as many as may be open. One that fails at once calls this again: it goes on here,
+        however many fail."""
+        if self._is_beginning:
+            return
+        self._is_beginning = True
+        while self._due and not self._is_paused and len(self._open) < self.num_at_once:
+            number = self._due.popleft()
+            self._open[number] = answer = _LocalAnswer(self, number)
+            answer.begin()
+        self._is_beginning = False
+
+    def ended(self, number: int, last: PenstockError | None) -> None:
+        del self._open[number]
+        if isinstance(last, Overloaded):
+            # Others use the model too: nothing is lost, it takes longer.
+            self._due.appendleft(number)
+            self._is_paused = True
+            asyncio.get_running_loop().call_later(last.retry_after_s, self._go_on)
+            return
+        self.put((number, last))
+        if isinstance(last, NotReady):
+            # Closed, or its engine ended: the others would fail too.
+            while self._due:
+                self.put((self._due.popleft(), last))
+        self.begin_some()
+
+    def give_up(self) -> None:
+        self._due.clear()
+        for answer in list(self._open.values()):
+            answer.give_up()
+
+    def _go_on(self) -> None:
+        self._is_paused = False
+        self.begin_some()
+
+
+@dataclass(slots=True, eq=False)
+class _LocalAnswer:
+    """One request of a run."""
+
+    run: _LocalRun
+    number: int
     generation: Generation | None = None
     is_ended: bool = False
 
     def begin(self) -> None:
-        asked = self.asked
+        asked, model = self.run.asked[self.number], self.run.model
         try:
             if isinstance(asked, ChatRequest):
-                self.model.encode_chat(asked.messages, asked.template_options, self)
+                model.encode_chat(asked.messages, asked.template_options, self)
             else:
-                self.model.encode(asked.prompts, asked.has_special_tokens, self)
-        except PenstockError as error:
+                model.encode(asked.prompts, asked.has_special_tokens, self)
+        except Exception as error:  # The other prompts go on.
             self.failed(error)
 
     def give_up(self) -> None:
-        if self.generation is not None and not self.is_ended:
-            self.model.cancel(self.generation)
+        self.is_ended = True
+        if self.generation is not None:
+            self.run.model.cancel(self.generation)
 
     # Receives the tokens of the prompt.
 
@@ -81,18 +187,19 @@ class _LocalAnswer:
         return self.is_ended
 
     def encoded(self, tokens: list[list[int]]) -> None:
+        params = self.run.asked[self.number].params
         try:
-            self.generation = self.model.new_generation(tokens[0], self.asked.params, self)
+            self.generation = self.run.model.new_generation(tokens[0], params, self)
         except PenstockError as error:
             self.failed(error)
             return
-        self.model.submit(self.generation)
+        self.run.model.submit(self.generation)
 
     # Receives the answer.
 
     def token(self, event: TokenEvent) -> None:
         if event.text:
-            self.pieces.put(event.text)
+            self.run.put((self.number, event.text))
 
     def finished(self, totals: TokenUsage) -> None:
         self._end(None)
@@ -103,13 +210,41 @@ class _LocalAnswer:
     def _end(self, last: PenstockError | None) -> None:
         if not self.is_ended:
             self.is_ended = True
-            self.pieces.put(last)
+            self.run.ended(self.number, last)
+
+
+def is_one(prompt: object) -> bool:
+    """Return whether this is one prompt, a text or the messages of a chat, and not several."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(isinstance(each, Mapping) for each in prompt)
+
+
+def _parse_all(
+    name: str, prompts: Sequence[Prompt], parameters: Mapping[str, object]
+) -> list[ChatRequest | CompletionRequest]:
+    """Check all requests before any is begun; the error names the prompt if there are several."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        try:
+            found.append(_parse(name, prompt, parameters))
+        except InvalidRequest as error:
+            if len(prompts) == 1:
+                raise
+            text = f"prompts[{number}]: {error}"
+            raise InvalidRequest(text, error.field, error.code) from error
+    return found
 
 
 def _parse(
     name: str, prompt: Prompt, parameters: Mapping[str, object]
 ) -> ChatRequest | CompletionRequest:
     """Check the request as the server does; InvalidRequest says what is wrong."""
+    if not is_one(prompt):
+        kind = type(prompt).__name__
+        raise InvalidRequest(f"a prompt is of type {kind}; expected a text or a list of messages")
     fields = {"model": name, **parameters}
     asked: ChatRequest | CompletionRequest
     if isinstance(prompt, str):

@@ -3,10 +3,11 @@ are kept in flight, so that the model never waits for the caller."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,30 +20,29 @@ from penstock.data.datasets import read_dataset
 from penstock.data.example_sets import Columns, from_arrays
 from penstock.data.files import read_rows as read_file_rows
 from penstock.data.prompts import samples_from_rows
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, PenstockError, PromptsFailed
 from penstock.types import Array
 
 if TYPE_CHECKING:
+    from penstock.api.local_text import TextEvent
     from penstock.serving.local import LocalModel
 
 Advance = Callable[[int], None]
 # Batches in flight: enough that one waits while another runs.
 NUM_IN_FLIGHT = 4
-# Prompts in flight; the engine batches them continuously.
-NUM_PROMPTS_IN_FLIGHT = 32
 
 
 @contextmanager
-def show_bar(num_rows: int, is_shown: bool) -> Iterator[Advance]:
+def show_bar(num_rows: int, is_shown: bool, what: str = "predict") -> Iterator[Advance]:
     """Show a progress bar on stderr, in terminals and notebooks, if it is wanted. Yield the
     function that takes the number of rows that are done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    columns = ("predict", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
-        task = progress.add_task("predict", total=num_rows)
+        task = progress.add_task(what, total=num_rows)
         yield lambda num_done: progress.advance(task, num_done)
 
 
@@ -98,16 +98,44 @@ def run(model: LocalModel, columns: Columns, batch_size: int, advance: Advance) 
     return {name: _join([part[name] for part in parts], has_batch) for name in parts[0]}
 
 
-def generate_all(
-    generate: Callable[[Any], str], prompts: Sequence[Any], advance: Advance
-) -> list[str]:
-    """Answer all prompts, several at a time, in order."""
-    with ThreadPoolExecutor(NUM_PROMPTS_IN_FLIGHT) as threads:
-        texts = []
-        for text in threads.map(generate, prompts):
-            texts.append(text)
-            advance(1)
+class Answers:
+    """Answers of several prompts, as their pieces come."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._pieces: list[list[str]] = [[] for _ in range(num_prompts)]
+        self._errors: dict[int, PenstockError] = {}
+
+    def take(self, event: TextEvent) -> int:
+        """Return how many answers ended with this event: 0 or 1."""
+        number, piece = event
+        if isinstance(piece, str):
+            self._pieces[number].append(piece)
+            return 0
+        if piece is not None:
+            self._errors[number] = piece
+        return 1
+
+    def texts(self) -> list[str]:
+        """Return all answers; PromptsFailed if some have none."""
+        texts = ["".join(pieces) for pieces in self._pieces]
+        if self._errors:
+            whole = [None if n in self._errors else text for n, text in enumerate(texts)]
+            raise PromptsFailed(whole, self._errors)
         return texts
+
+
+def pieces_of(events: Generator[TextEvent], num_prompts: int) -> Iterator[tuple[int, str]]:
+    """Yield the pieces of all answers, then raise PromptsFailed if some failed; the error itself if
+    there is one prompt."""
+    answers = Answers(num_prompts)
+    with contextlib.closing(events):
+        for number, piece in events:
+            answers.take((number, piece))
+            if isinstance(piece, str):
+                yield number, piece
+            elif piece is not None and num_prompts == 1:
+                raise piece
+    answers.texts()
 
 
 def _batches(

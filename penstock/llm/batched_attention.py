@@ -5,7 +5,8 @@ kept in a *row*, and each new token's keys and values are written to the row as 
 cache. Rows of one length form a KV bucket, over which one call attends; a sequence that
 outgrows its row is gathered again into the next longer bucket. Rows are only copies: the cache has
 everything, and a sequence that is not in a step loses its row. Tokens without a row, such as
-prompts, attend one sequence at a time.
+prompts, attend one sequence at a time. So do drafted ones; those that were kept are copied to the
+row when one token is computed again.
 """
 
 from __future__ import annotations
@@ -44,13 +45,23 @@ class KvBucket:
         self.values = torch.zeros_like(self.keys)
 
     def row_of(self, sequence: Sequence, count: int) -> int | None:
-        """Return the row with the sequence's first `count` tokens; free its other rows."""
+        """Return the row with some of the sequence's first `count` tokens; free its other rows."""
         for place, row in enumerate(self.rows):
             if row is not None and row.owner is sequence:
-                if row.count == count:
+                if row.count <= count:
                     return place
                 self.rows[place] = None
         return None
+
+    def catch_up(self, place: int, chunk: Chunk, cache: Cache) -> None:
+        """Copy the tokens before a chunk that its row lacks from the cache."""
+        row = self.rows[place]
+        assert row is not None
+        if row.count < chunk.start:
+            new = slice(row.count, chunk.start)
+            slots = slots_of(chunk.blocks, chunk.start, cache.block_size)[new]
+            self.keys[:, place, :, new] = cache.keys[:, slots].transpose(1, 2)
+            self.values[:, place, :, new] = cache.values[:, slots].transpose(1, 2)
 
     def keep(self, sequences: Many[Sequence]) -> None:
         """Free the rows of all other sequences; free every row if over half would lie idle."""
@@ -124,8 +135,12 @@ class KvBuckets:
         by_length: dict[int, list[int]] = {}
         for place in ones:
             by_length.setdefault(row_length(step.chunks[place].end), []).append(place)
+        kept: dict[int, list[Sequence]] = {}
+        for chunk in step.chunks:
+            if chunk.count == 1 or chunk.draft:
+                kept.setdefault(row_length(chunk.end), []).append(chunk.sequence)
         for length, bucket in self._buckets.items():
-            bucket.keep([step.chunks[place].sequence for place in by_length.get(length, ())])
+            bucket.keep(kept.get(length, ()))
         lots: list[Lot] = []
         placed: set[int] = set()
         for length, places in by_length.items():
@@ -148,6 +163,9 @@ class KvBuckets:
             chunk = chunks[number]
             slots = slots_of(chunk.blocks, chunk.start, self.cache.block_size)
             rows[number] = bucket.take(chunk.sequence, chunk.start, self.cache, slots)
+        for row, chunk in zip(rows, chunks, strict=True):
+            if row is not None:
+                bucket.catch_up(row, chunk, self.cache)
         return rows
 
     def _grow(self, bucket: KvBucket, more: int) -> int:

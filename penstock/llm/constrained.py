@@ -43,7 +43,7 @@ class TokenMasks:
     sequence of a step."""
 
     words: Array
-    # The place of each row among the step's sampled chunks.
+    # The place of each row among the step's sampled ones.
     places: Many[int]
     # Why sequences cannot go on: InvalidRequest if their grammar is to blame.
     failures: Mapping[Sequence, PenstockError]
@@ -113,10 +113,9 @@ class ConstrainedSequences:
 
     def fill(self, step: BatchStep) -> Future[TokenMasks]:
         """Compute the masks of a step; all tokens before it are committed."""
-        sampled = [chunk for chunk in step.chunks if chunk.is_sampled]
         rows = [
             (place, chunk, self._matchers[chunk.sequence])
-            for place, chunk in enumerate(sampled)
+            for place, (chunk, _) in enumerate(step.sampled)
             if chunk.sequence in self._matchers and chunk.sequence.state != "ended"
         ]
         return self._filler.submit(self._fill, rows)

@@ -4,9 +4,9 @@ Small steps replay a CUDA graph, captured for a set of batch sizes, with samplin
 steps, and steps with short remainders of prompts, each of whose tokens attends as if it were a
 sequence of its own that shares the blocks. Longer prompts use the same kernels without a graph.
 Sampled tokens stay on the device, where the next step reads them; the host gets a copy when it
-asks. The inputs of a step are a batch table at a fixed address (see `operations`),
-filled by one H2D copy from pinned memory. Rows with penalties, a bias or logprobs are sampled again
-after the graph.
+asks. A token is sampled after each drafted one too. The inputs of a step are a batch table at a
+fixed address (see `operations`), filled by one H2D copy from pinned memory. Rows with penalties, a
+bias or logprobs are sampled again after the graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.llm.models.decoder import Decoder
 from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Fused, Places
 from penstock.llm.runner import SampledStep, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
-from penstock.llm.scheduler import BatchStep, Chunk, StepLimits
+from penstock.llm.scheduler import BatchStep, Chunk, SampledPlace, StepLimits
 from penstock.llm.sequence import Sequence
 from penstock.llm.table_rows import Changes, TableRows
 from penstock.sampling_params import SamplingParams
@@ -43,8 +43,6 @@ log = logging.getLogger("penstock.engine")
 NUM_AHEAD = 1
 # Batch sizes with a graph: powers of two up to FEW, then steps of 8, 16 and 32.
 FEW, STEP_SIZES = 8, ((128, 8), (256, 16), (1 << 30, 32))
-# The largest graph has room for at least this many tokens, so that remainders of prompts fit.
-LEAST_TOKENS = 64
 # Limit of keys that all prompt tokens of a graph step read together. Each token reads its own, and
 # above this limit the reads take longer than launching a step without a graph.
 MOST_SEEN = 1 << 18
@@ -77,10 +75,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class SampledChunks:
-    """The chunks of a step whose next tokens are sampled, each with its row of the logits, of the
-    block table and of the batch table."""
+    """What a step samples, each with its row of the logits, of the block table and of the batch
+    table."""
 
-    chunks: list[Chunk]
+    chunks: list[SampledPlace]
     places: list[int]
     rows: Array
     lines: Array
@@ -96,12 +94,12 @@ class Resampled:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step. Tokens and logprobs are those of its sampled chunks, in order."""
+    """A launched step. Tokens and logprobs are those of its sampled places, in order."""
 
     begin: torch.cuda.Event
     end: torch.cuda.Event
     sampled_tokens: Tensor
-    # Index into `sampled_tokens` for each sampled chunk.
+    # Index into `sampled_tokens` for each sampled place.
     places: list[int]
     resampled: list[Resampled] = field(default_factory=list)
     prompt_logprobs: Many[PromptLogprobsChunk] = ()
@@ -143,7 +141,7 @@ class StepLayout:
     num_tokens: int
     num_ones: int
     is_graph: bool
-    # The last row of each chunk.
+    # The last row of each chunk; drafted tokens are in it and in the rows before.
     ends: Array
     # Work items of prompt attention (see `kernels.paged_attention`).
     lines: Array
@@ -164,7 +162,8 @@ class CudaRunner:
         # One row for each sequence of a step; sequences of earlier steps keep theirs for a while.
         self._num_rows = 2 * limits.max_sequences
         max_blocks = -(-limits.max_length // cache.block_size)
-        most = max(limits.max_sequences, min(LEAST_TOKENS, limits.max_tokens))
+        # The largest graph has room for remainders of prompts too.
+        most = limits.max_sampled
         self._rows = TableRows(self._num_rows, max_blocks)
         # Zeroed on the stream that reads it.
         with device.lane("compute"):
@@ -223,7 +222,9 @@ class CudaRunner:
         # Back to the order of the step.
         where = np.argsort(order)
         sampled = [n for n, chunk in enumerate(step.chunks) if chunk.is_sampled]
-        places: list[int] = layout.ends[where[sampled]].tolist()
+        num_drafted = [len(step.chunks[n].draft) for n in sampled]
+        lines = _ending_at(layout.ends[where[sampled]], num_drafted)
+        places: list[int] = lines.tolist()
         with torch.inference_mode(), self._device.lane("compute"):
             begin = self._device.mark("compute")
             self._send(staged, layout)
@@ -234,18 +235,14 @@ class CudaRunner:
                 hidden = self._run_eagerly(layout, staged, places)
                 places = list(range(len(places)))
                 prompts = prompt_logprobs(BatchStep(chunks), hidden, self._decoder.logits)
-            chosen = SampledChunks(
-                [step.chunks[number] for number in sampled],
-                places,
-                rows[where[sampled]],
-                layout.ends[where[sampled]],
-            )
+            own = rows[where[sampled]].repeat([count + 1 for count in num_drafted])
+            chosen = SampledChunks(step.sampled, places, own, lines)
             others = [n for n, each in enumerate(chosen.chunks) if is_other(each)]
             again = [self._sample_again(chosen, others)] if others else []
             end = self._copy_tokens(staged, places)
         num = max(places, default=-1) + 1
         found = LaunchedStep(begin, end, staged.sampled_tokens[:num], places, again, prompts)
-        if any(is_constrained(chunk) for chunk in chosen.chunks):
+        if any(is_constrained(place.chunk) for place in chosen.chunks):
             found.sample_masked = partial(self._sample_masked, staged, chosen)
         return found
 
@@ -277,11 +274,12 @@ class CudaRunner:
         # Earlier rows of a chunk may be sampled too: greedily, into the dummy row.
         batch_table[:, TARGET], batch_table[:, KEY:] = self._num_rows, 0
         batch_table[last, TARGET] = rows
-        batch_table[last, KEY:] = self._parameters[rows]
-        # Like `key_of` for the current number of tokens.
+        sampled = _ending_at(last, [len(chunk.draft) for chunk in chunks])
+        batch_table[sampled, KEY:] = self._parameters[batch_table[sampled, ROW]]
+        # Like `key_of` for the number of tokens up to each.
         factor = np.uint32(STEPS[0])
-        moved = (starts + counts).astype(np.uint32) * factor
-        batch_table[last, KEY] += moved.view(np.int32)
+        moved = (batch_table[sampled, POSITION] + 1).astype(np.uint32) * factor
+        batch_table[sampled, KEY] += moved.view(np.int32)
         num_ones = int((counts == 1).sum())
         num_seen = int((batch_table[num_ones:, POSITION] + 1).sum())
         is_graph = num_ones == num_tokens or (
@@ -402,7 +400,7 @@ class CudaRunner:
         plain: list[int] = []
         others: list[int] = []
         for number, place in enumerate(masks.places):
-            (others if has_extras(chosen.chunks[place]) else plain).append(number)
+            (others if has_extras(chosen.chunks[place].chunk) else plain).append(number)
         with torch.inference_mode(), self._device.lane("compute"):
             if plain:
                 found = [masks.places[number] for number in plain]
@@ -475,15 +473,16 @@ class CudaRunner:
         return rows
 
 
-def is_other(chunk: Chunk) -> bool:
-    """Return whether the chunk needs more sampling features than a graph has. Those of constrained
+def is_other(place: SampledPlace) -> bool:
+    """Return whether the place needs more sampling features than a graph has. Those of constrained
     sequences are sampled when their masks are known."""
+    chunk = place.chunk
     params = chunk.sequence.params
     if is_constrained(chunk):
         return False
     if has_extras(chunk):
         return True
-    is_held = chunk.end - chunk.sequence.num_prompt < params.min_tokens
+    is_held = place.end - chunk.sequence.num_prompt < params.min_tokens
     return is_held and bool(params.stop_token_ids)
 
 
@@ -516,11 +515,19 @@ def _ordered(chunks: Many[Chunk]) -> list[int]:
     return ones + [number for number, chunk in enumerate(chunks) if chunk.count > 1]
 
 
+def _ending_at(rows: Array, num_before: Many[int]) -> Array:
+    """Return each row after the given number of rows before it."""
+    if not any(num_before):
+        return rows
+    pairs = zip(rows.tolist(), num_before, strict=True)
+    return np.array([each for row, num in pairs for each in range(row - num, row + 1)])
+
+
 def _tokens(chunks: Many[Chunk], num_tokens: int) -> list[int]:
     """Return the input tokens, with -1 for those that only the device knows."""
     found: list[int] = []
     for chunk in chunks:
-        known = chunk.sequence.tokens[chunk.start : chunk.end]
+        known = chunk.known
         found += known
         found += [-1] * (chunk.count - len(known))
     assert len(found) == num_tokens

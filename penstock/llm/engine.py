@@ -22,7 +22,7 @@ from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.llm.constrained import ConstrainedSequences, TokenMasks
 from penstock.llm.messages import GenerateRequest, Logprobs, PromptLogprobsChunk, TokenEvent
 from penstock.llm.pace import StepTimeModel, StepWork
-from penstock.llm.scheduler import BatchStep, Scheduler
+from penstock.llm.scheduler import BatchStep, NewToken, Scheduler
 from penstock.llm.sequence import Reason, Sequence
 from penstock.llm.ttft_admission import TtftAdmission
 
@@ -38,7 +38,7 @@ LOAD_EVERY = 256
 
 
 class StepResult(Protocol):
-    """Result of a step: one entry for each sampled sequence, in order."""
+    """Result of a step: one entry for each of its sampled places, in order."""
 
     @property
     def tokens(self) -> list[int]: ...
@@ -155,7 +155,10 @@ class Engine:
             self._note_failures(self.constrained.release())
         began = self.clock()
         limit = self.scheduler.limits.max_tokens
-        step = self.scheduler.plan(self.pace.max_tokens(self._work(), limit))
+        work = self._work()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.begin_step(work)
+        step = self.scheduler.plan(self.pace.max_tokens(work, limit))
         self.scheduler.note_begun(step, began)
         if not step.chunks:
             if not self._in_flight and self.constrained is not None:
@@ -196,28 +199,27 @@ class Engine:
                 self.failures[sequence.request] = error
                 self.give_up(sequence.request, "error")
 
-    def _take_tokens(self, new: Many[tuple[Sequence, int]]) -> None:
-        """End the constrained sequences whose text is complete."""
-        if self.constrained is None:
-            return
-        for sequence, token in new:
-            if self.constrained.accept(sequence, token):
-                self.scheduler.end(sequence, "stop")
-                # Also if it has reached its limit with this token.
-                sequence.reason = "stop"
+    def _reason(self, new: NewToken) -> Reason:
+        """Return why the sequence ends with this token, or "". A constrained one ends if its text
+        is complete."""
+        sequence = new.sequence
+        if self.constrained is None or not self.constrained.accept(sequence, new.token):
+            return new.reason
+        self.scheduler.end(sequence, "stop")
+        # Also if it has reached its limit with this token.
+        sequence.reason = "stop"
+        return "stop"
 
     def _finish(self) -> list[TokenEvent]:
         """Commit the oldest step in flight."""
         done = self._in_flight.popleft()
         step, result = done.step, done.result
-        tokens = result.tokens
-        sampled = [chunk.sequence.id for chunk in step.chunks if chunk.is_sampled]
-        logprobs = dict(zip(sampled, result.logprobs, strict=True))
+        tokens, logprobs = result.tokens, result.logprobs
         self.prompt_logprobs += [
             each for each in result.prompt_logprobs if each.request in self._sequences
         ]
         new = self.scheduler.commit(step, tokens)
-        self._take_tokens(new)
+        reasons = [self._reason(each) for each in new]
         now = self.clock()
         self.pace.add(_work_of(step), now - max(done.began, self._committed))
         self._committed = now
@@ -226,11 +228,11 @@ class Engine:
                 sequence.request,
                 sequence.index,
                 token,
-                sequence.reason,
+                reason,
                 sequence.num_found,
-                logprobs[sequence.id],
+                logprobs[place],
             )
-            for sequence, token in new
+            for (sequence, token, place, _), reason in zip(new, reasons, strict=True)
         ]
         for event in events:
             if event.reason:
@@ -310,4 +312,6 @@ class Engine:
 def _work_of(step: BatchStep) -> StepWork:
     generating = [each for each in step.chunks if each.start >= each.sequence.num_prompt]
     num_context = sum(chunk.end for chunk in generating)
-    return StepWork(step.num_tokens - len(generating), len(generating), num_context)
+    drafts = [len(chunk.draft) for chunk in generating if chunk.draft]
+    num_prompt = step.num_tokens - len(generating) - sum(drafts)
+    return StepWork(num_prompt, len(generating), num_context, len(drafts), sum(drafts))

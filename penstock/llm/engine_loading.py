@@ -23,6 +23,7 @@ from penstock.llm.constrained import ConstrainedSequences
 from penstock.llm.engine import Engine
 from penstock.llm.pace import StepTimeModel, Targets
 from penstock.llm.scheduler import Scheduler, StepLimits
+from penstock.llm.speculation import Speculation
 from penstock.processes.start import take_part
 from penstock.repository import checksums
 from penstock.repository.manifest import check_digests
@@ -87,14 +88,16 @@ def load(settings: messages.EngineSettings) -> tuple[Engine, dict[str, str]]:
     limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
     cache = loading.room(settings, decoder, limits)
     blocks = BlockPool(cache.num_blocks, cache.block_size)
-    scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
     pace = StepTimeModel(Targets(settings.ttft_s, settings.tpot_s))
+    speculation = Speculation(settings.max_drafted, pace) if settings.max_drafted else None
+    has_ttft = settings.ttft_s is not None
+    scheduler = Scheduler(blocks, limits, shares_prompts=has_ttft, speculation=speculation)
     runner, facts = loading.open_runner(settings, decoder, cache, limits)
     clock = time.monotonic
     engine = Engine(scheduler, runner, pace, clock, settings.max_waiting, runner.num_ahead)
     grammars = partial(open_grammars, settings)
     engine.constrained = ConstrainedSequences(grammars, settings.num_threads)
-    if settings.ttft_s is not None:
+    if has_ttft:
         learn_pace(engine)
     # Without the tokens of warm-ups.
     engine.read_expert_load = loading.expert_load(decoder).take
@@ -133,4 +136,5 @@ def learn_pace(engine: Engine) -> None:
             engine.step()
     engine.pace.targets = targets
     engine.scheduler.num_computed = pool.num_asked = pool.num_found = 0
+    engine.scheduler.num_drafted = engine.scheduler.num_accepted = 0
     engine.scheduler.take_waits()

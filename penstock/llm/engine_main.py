@@ -212,6 +212,8 @@ class EngineTotals:
     num_asked: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def count(self, report: messages.StepReport, engine: Engine) -> EngineTotals:
         """Let a report tell what is new since these totals; return the totals of now."""
@@ -221,11 +223,15 @@ class EngineTotals:
             scheduler.pool.num_asked,
             scheduler.pool.num_found,
             scheduler.num_preemptions,
+            scheduler.num_drafted,
+            scheduler.num_accepted,
         )
         report.num_computed = now.num_computed - self.num_computed
         report.num_asked = now.num_asked - self.num_asked
         report.num_cached = now.num_cached - self.num_cached
         report.num_preemptions = now.num_preemptions - self.num_preemptions
+        report.num_drafted = now.num_drafted - self.num_drafted
+        report.num_accepted = now.num_accepted - self.num_accepted
         report.waits_s = scheduler.take_waits()
         report.expert_tokens = engine.take_expert_load()
         return now

@@ -57,6 +57,8 @@ class EngineSettings(Frame, tag="set"):
     max_waiting: int
     ttft_s: float | None = None
     tpot_s: float | None = None
+    # Tokens drafted for a sequence in a step; 0: no speculative decoding.
+    max_drafted: int = 0
     # Random weights for the configuration at `path`.
     is_made_up: bool = False
     # Manifest of a committed version; the model's files must match its digests.
@@ -144,6 +146,9 @@ class StepReport(Frame, tag="new"):
     num_computed: int = 0
     num_asked: int = 0
     num_cached: int = 0
+    # Since the last report: drafted tokens, and those that were accepted.
+    num_drafted: int = 0
+    num_accepted: int = 0
     # Queueing time of the requests that were started since the last report.
     waits_s: tuple[float, ...] = ()
     # Seconds of the steps since the last report.

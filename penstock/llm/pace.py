@@ -2,7 +2,8 @@
 delaying decodes.
 
 Pure: times are passed in. A step has a fixed cost, and a cost for each prompt token, for each
-decoding sequence, and for each token of their context.
+decoding sequence, for each token of their context, for each sequence that drafts and for each
+drafted token.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ MIN_STEPS = 8
 MIN_CHUNK = 16
 # Ridge term, relative: shares cost among inputs that always change together, avoids singularity.
 RIDGE = 1e-6
+# Inputs of the fit.
+NUM_COSTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,16 @@ class StepWork:
     num_generating: int
     # Total over the decoding sequences.
     num_context_tokens: int = 0
+    # Sequences with drafted tokens, and these tokens.
+    num_drafting: int = 0
+    num_drafted: int = 0
 
     @property
     def features(self) -> Array:
         """Inputs of the fit, scaled to similar sizes for numerical stability."""
         prompt, decodes = self.num_prompt_tokens / 1e3, self.num_generating / 1e2
-        return np.array([1.0, prompt, decodes, self.num_context_tokens / 1e5])
+        drafts = self.num_drafting / 1e1, self.num_drafted / 1e1
+        return np.array([1.0, prompt, decodes, self.num_context_tokens / 1e5, *drafts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +60,10 @@ class StepTimeModel:
 
     targets: Targets = Targets()
     num_steps: int = 0
-    _squares: Array = field(default_factory=lambda: np.zeros((4, 4)))
-    _sums: Array = field(default_factory=lambda: np.zeros(4))
+    # Steps with drafted tokens.
+    num_drafting: int = 0
+    _squares: Array = field(default_factory=lambda: np.zeros((NUM_COSTS, NUM_COSTS)))
+    _sums: Array = field(default_factory=lambda: np.zeros(NUM_COSTS))
     _costs: Array | None = None
 
     def add(self, work: StepWork, took_s: float) -> None:
@@ -66,6 +75,7 @@ class StepTimeModel:
         self._sums = keep * self._sums + weight * took_s * features
         self._costs = None
         self.num_steps += 1
+        self.num_drafting += work.num_drafting > 0
 
     @property
     def is_known(self) -> bool:

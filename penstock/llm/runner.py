@@ -21,14 +21,14 @@ from penstock.llm.logits import SamplingRow, prompt_logprobs
 from penstock.llm.messages import Logprobs, PromptLogprobsChunk
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.sampling import Sampled, sample
-from penstock.llm.scheduler import BatchStep, Chunk
+from penstock.llm.scheduler import BatchStep, SampledPlace
 
 NOTHING = Sampled(torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(slots=True)
 class SampledStep:
-    """Result of a step, in the order of its sampled chunks."""
+    """Result of a step, in the order of its sampled places."""
 
     sampled: Sampled
     # Number of top logprobs that each sequence wants; None: not even that of its token.
@@ -70,11 +70,9 @@ class CpuRunner:
 
     def run(self, step: BatchStep) -> SampledStep:
         """Run a step whose tokens are all known."""
-        tokens = [
-            t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]
-        ]
+        tokens = [token for chunk in step.chunks for token in chunk.known]
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
-        wanted = [chunk.sequence.params.num_logprobs for chunk in step.chunks if chunk.is_sampled]
+        wanted = [place.chunk.sequence.params.num_logprobs for place in step.sampled]
         with torch.inference_mode():
             attention = self._buckets.attention(step)
             hidden = self._decoder.hidden(torch.tensor(tokens), positions, attention)
@@ -87,27 +85,28 @@ class CpuRunner:
             return SampledStep(sample(logits, rows) if rows else NOTHING, wanted, prompts)
 
     def _logits(self, step: BatchStep, hidden: Tensor) -> tuple[Tensor, list[SamplingRow]]:
-        """Return the logits of the sampled chunks, and how they are sampled."""
-        places, rows, end = [], [], 0
+        """Return the logits of the sampled places, and how they are sampled."""
+        places, end = list[int](), 0
         for chunk in step.chunks:
             end += chunk.count
             if chunk.is_sampled:
-                places.append(end - 1)
-                rows.append(row_of(chunk))
+                places += range(end - 1 - len(chunk.draft), end)
+        rows = [row_of(place) for place in step.sampled]
         if not rows:
             return hidden, rows
         return self._decoder.logits(hidden[places]), rows
 
 
-def row_of(chunk: Chunk) -> SamplingRow:
-    sequence = chunk.sequence
-    params, tokens = sequence.params, sequence.tokens
+def row_of(place: SampledPlace) -> SamplingRow:
+    chunk = place.chunk
+    sequence, params = chunk.sequence, chunk.sequence.params
     # Counted by position, as tokens may still be in flight.
-    is_held = chunk.end - sequence.num_prompt < params.min_tokens
+    is_held = place.end - sequence.num_prompt < params.min_tokens
     # Masks hold the stop tokens of constrained sequences back.
     is_held = is_held and params.constraint is None
     banned = sorted(params.stop_token_ids) if is_held else ()
     if not params.has_penalties:
-        return SamplingRow(params, chunk.end, banned=banned)
+        return SamplingRow(params, place.end, banned=banned)
+    tokens = [*sequence.tokens, *chunk.draft[: place.num_drafted]]
     prompt, generated = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
-    return SamplingRow(params, chunk.end, prompt, generated, banned)
+    return SamplingRow(params, place.end, prompt, generated, banned)

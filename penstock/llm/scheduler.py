@@ -4,7 +4,8 @@ Pure: no clock, no tensors. `plan` makes a step, the engine runs it, `commit` ta
 tokens. A step can be planned while the one before it still runs, because the positions of its
 tokens are known before the tokens are. Every decoding sequence gets its token first; the rest of
 the budget goes to chunked prefill, in order; then waiting sequences are admitted. When blocks run
-out, the sequence of the lowest rank is preempted and computed again later.
+out, the sequence of the lowest rank is preempted and computed again later. A chunk may end with
+drafted tokens: `commit` keeps those that the model would have sampled too (see `speculation`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from penstock.llm.blocks import BlockPool
 from penstock.llm.sequence import Reason, Sequence
+from penstock.llm.speculation import Speculation
 
 RANK = attrgetter("rank")
 # Least prompt tokens per chunk when prompts share a step: smaller chunks are not worth it.
 MIN_SHARE = 16
+# A step has room for the logits of at least so many tokens, if it may have that many.
+LEAST_SAMPLED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,11 @@ class StepLimits:
     def __post_init__(self) -> None:
         # Otherwise some decoding sequences would get no token.
         assert self.max_tokens >= self.max_sequences >= 1
+
+    @property
+    def max_sampled(self) -> int:
+        """Limit of the tokens of a step that are followed by a sampled one."""
+        return max(self.max_sequences, min(LEAST_SAMPLED, self.max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +61,30 @@ class Chunk:
     # The sequence's block list. Blocks may have been appended since; a sequence that loses its
     # blocks gets a new list.
     blocks: Many[int]
+    # Drafted tokens, which follow the sequence's last one. They are the last of `count`.
+    draft: Many[int] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def known(self) -> list[int]:
+        """Its tokens, without one that is still being sampled."""
+        return [*self.sequence.tokens[self.start : self.end], *self.draft]
+
+
+class SampledPlace(NamedTuple):
+    """A token of a chunk that is followed by a sampled one, as are the last and its drafts."""
+
+    chunk: Chunk
+    # Drafted tokens up to it.
+    num_drafted: int
+
+    @property
+    def end(self) -> int:
+        """The sequence's number of tokens up to it."""
+        return self.chunk.end - len(self.chunk.draft) + self.num_drafted
 
 
 @dataclass(slots=True)
@@ -65,17 +95,41 @@ class BatchStep:
     def num_tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
+    @property
+    def sampled(self) -> list[SampledPlace]:
+        return [
+            SampledPlace(chunk, number)
+            for chunk in self.chunks
+            if chunk.is_sampled
+            for number in range(len(chunk.draft) + 1)
+        ]
+
+
+class NewToken(NamedTuple):
+    sequence: Sequence
+    token: int
+    # Its place among the sampled ones of the step.
+    place: int
+    # Why the sequence ended with it, or "".
+    reason: Reason
+
 
 class Scheduler:
     """Invariant: a sequence is in `waiting` without blocks, or in `running`, or it has ended. Both
     lists are sorted by rank."""
 
     def __init__(
-        self, pool: BlockPool, limits: StepLimits, *, shares_prompts: bool = False
+        self,
+        pool: BlockPool,
+        limits: StepLimits,
+        *,
+        shares_prompts: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         """`shares_prompts`: prompts share the tokens of a step evenly, so that short ones need not
-        wait for a long one; otherwise they are computed in order."""
+        wait for a long one; otherwise they are computed in order. `speculation`: who drafts."""
         self.shares_prompts = shares_prompts
+        self.speculation = speculation
         self.pool = pool
         self.limits = limits
         self.waiting: list[Sequence] = []
@@ -83,6 +137,8 @@ class Scheduler:
         self.num_preemptions = 0
         # Tokens computed by all committed steps.
         self.num_computed = 0
+        # Drafted tokens of all committed steps, and those of them that sequences kept.
+        self.num_drafted = self.num_accepted = 0
         self._waits_s: list[float] = []
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
@@ -112,32 +168,52 @@ class Scheduler:
         limit = self.limits.max_tokens
         most = limit if max_tokens is None else min(max_tokens, limit)
         self._plan_tokens(step)
+        # What is drafted takes nothing from prompts.
+        most = min(limit, most + sum(len(chunk.draft) for chunk in step.chunks))
         shares = self._shares(most - step.num_tokens)
         self._plan_prompts(step, most, shares)
         if self.num_preemptions == num_before:
             self._admit(step, most, shares)
         return step
 
-    def commit(self, step: BatchStep, sampled: Many[int]) -> list[tuple[Sequence, int]]:
-        """Take the sampled tokens of a step, one for each sampled chunk, in order, and return those
-        of sequences that had not ended. Steps are committed in the order in which they were
+    def commit(self, step: BatchStep, sampled: Many[int]) -> list[NewToken]:
+        """Take the sampled tokens of a step, in the order of `step.sampled`, and return those that
+        sequences which had not ended keep. Steps are committed in the order in which they were
         planned."""
         self.num_computed += step.num_tokens
-        tokens = iter(sampled)
-        new: list[tuple[Sequence, int]] = []
+        new: list[NewToken] = []
+        place = 0
         for chunk in step.chunks:
-            sequence, token = chunk.sequence, next(tokens) if chunk.is_sampled else None
-            if sequence.state == "ended":
-                continue
-            if sequence.num_evictions == chunk.num_evictions:
-                self._name(sequence, chunk.end)
-                sequence.num_computed = chunk.end
-            if token is not None:
-                sequence.num_ahead -= 1
-                sequence.tokens.append(token)
-                if reason := sequence.ends_with(token):
-                    self.end(sequence, reason)
-                new.append((sequence, token))
+            first = place
+            place += len(chunk.draft) + 1 if chunk.is_sampled else 0
+            if chunk.sequence.state != "ended":
+                new += self._commit_chunk(chunk, sampled[first:place], first)
+        return new
+
+    def _commit_chunk(self, chunk: Chunk, sampled: Many[int], first: int) -> list[NewToken]:
+        sequence, new = chunk.sequence, list[NewToken]()
+        reason: Reason = ""
+        for number, token in enumerate(sampled):
+            sequence.tokens.append(token)
+            reason = sequence.ends_with(token)
+            new.append(NewToken(sequence, token, first + number, reason))
+            # What was sampled after another token than this one does not count.
+            if reason or number == len(chunk.draft) or token != chunk.draft[number]:
+                break
+        num_rejected = len(chunk.draft) + 1 - len(new) if chunk.is_sampled else 0
+        if sequence.num_evictions == chunk.num_evictions:
+            # The next chunk overwrites what was computed for rejected drafts.
+            end = chunk.end - num_rejected
+            self._name(sequence, end)
+            sequence.num_computed = end
+            sequence.num_planned -= num_rejected
+        if chunk.is_sampled:
+            sequence.num_ahead -= 1
+            sequence.num_drafted = 0
+            self.num_drafted += len(chunk.draft)
+            self.num_accepted += len(new) - 1
+        if reason:
+            self.end(sequence, reason)
         return new
 
     def note_begun(self, step: BatchStep, now: float) -> None:
@@ -156,9 +232,33 @@ class Scheduler:
 
     def _plan_tokens(self, step: BatchStep) -> None:
         """Plan one token for each decoding sequence, whatever the budget."""
+        # Leave the other half of a step to prompts, and logits to those that end.
+        most = min(self.limits.max_sampled, self.limits.max_tokens // 2)
+        num_drafts = most - min(len(self.running) + len(self.waiting), self.limits.max_sequences)
         for sequence in list(self.running):
-            if sequence.state == "running" and _is_generating(sequence) and sequence.num_left:
-                self._plan_chunk(step, sequence, 1)
+            is_due = sequence.state == "running" and _is_generating(sequence) and sequence.num_left
+            if is_due and not self._awaits_token(sequence):
+                draft = self._draft(sequence, num_drafts)
+                num_drafts -= len(draft)
+                self._plan_chunk(step, sequence, 1 + len(draft), draft)
+
+    def _awaits_token(self, sequence: Sequence) -> bool:
+        """Return whether a step in flight must be committed before the sequence's next one: it is
+        known then which drafts were accepted, or what to draft."""
+        if self.speculation is None or not sequence.num_ahead:
+            return False
+        return sequence.num_drafted > 0 or self.speculation.length(sequence) > 0
+
+    def _draft(self, sequence: Sequence, most: int) -> list[int]:
+        """Draft at most so many tokens, for which no other sequence has to make room."""
+        if self.speculation is None or sequence.num_ahead:
+            return []
+        pool = self.pool
+        num_blocks = len(sequence.blocks) + max(0, pool.num_free - len(self.running))
+        room = num_blocks * pool.block_size - sequence.num_planned - 1
+        # The last token is never computed.
+        left = sequence.max_tokens - sequence.num_generated - 1
+        return self.speculation.draft(sequence, min(most, room, left))
 
     def _plan_prompts(self, step: BatchStep, most: int, shares: Mapping[int, int]) -> None:
         """Plan chunked prefill, including the recomputation of preempted sequences."""
@@ -228,7 +328,9 @@ class Scheduler:
         insort(self.running, sequence, key=RANK)
         return True
 
-    def _plan_chunk(self, step: BatchStep, sequence: Sequence, count: int) -> None:
+    def _plan_chunk(
+        self, step: BatchStep, sequence: Sequence, count: int, draft: Many[int] = ()
+    ) -> None:
         """Plan a chunk, preempting sequences of the lowest rank to make room, possibly this one."""
         pool = self.pool
         missing = pool.num_needed(sequence.num_planned + count) - len(sequence.blocks)
@@ -240,14 +342,17 @@ class Scheduler:
                 return
         if missing > 0:
             sequence.blocks += pool.take(missing)
-        self._add_chunk(step, sequence, count)
+        self._add_chunk(step, sequence, count, draft)
 
-    def _add_chunk(self, step: BatchStep, sequence: Sequence, count: int) -> None:
+    def _add_chunk(
+        self, step: BatchStep, sequence: Sequence, count: int, draft: Many[int] = ()
+    ) -> None:
         start = sequence.num_planned
-        is_sampled = start + count == len(sequence.tokens) + sequence.num_ahead
+        is_sampled = start + count - len(draft) == len(sequence.tokens) + sequence.num_ahead
         evictions, blocks = sequence.num_evictions, sequence.blocks
-        step.chunks.append(Chunk(sequence, start, count, is_sampled, evictions, blocks))
+        step.chunks.append(Chunk(sequence, start, count, is_sampled, evictions, blocks, draft))
         sequence.num_planned += count
+        sequence.num_drafted = len(draft)
         sequence.num_ahead += is_sampled
 
     def _preempt(self, sequence: Sequence) -> None:

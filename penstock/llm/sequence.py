@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.llm.blocks import first_key, next_key
+from penstock.llm.ngrams import NgramHistory
 from penstock.sampling_params import SamplingParams
 
 State = Literal["waiting", "running", "ended"]
@@ -18,9 +19,10 @@ class Sequence:
     """Tokens of one sequence, and its state in the scheduler, which alone changes the fields from
     `state` on.
 
-    Invariant: num_computed <= num_planned <= len(tokens) + num_ahead. Tokens up to `num_computed`
-    are in its blocks, those up to `num_planned` will be once the steps in flight have ended;
-    `num_ahead` tokens are being sampled by those steps.
+    Invariant: num_computed <= num_planned <= len(tokens) + num_ahead + num_drafted. Tokens up to
+    `num_computed` are in its blocks, those up to `num_planned` will be once the steps in flight
+    have ended; `num_ahead` tokens are being sampled by those steps, `num_drafted` ones are compared
+    with what they sample.
     """
 
     id: int
@@ -44,6 +46,7 @@ class Sequence:
     num_computed: int = 0
     num_planned: int = 0
     num_ahead: int = 0
+    num_drafted: int = 0
     # Raised when it loses its blocks: results of steps in flight do not count any more.
     num_evictions: int = 0
     # Cached tokens found when it was first admitted.
@@ -53,6 +56,8 @@ class Sequence:
     is_admitted: bool = False
     # Whether a step with it was launched.
     is_begun: bool = False
+    # Made when it may draft for the first time.
+    history: NgramHistory | None = None
     _keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -37,6 +37,8 @@ NUMBERS: Mapping[str, tuple[float, float, float]] = {
     "max_num_batched_tokens": (0, 1, 1 << 24),
     # Sequences that run at a time: more for throughput, fewer for time per token.
     "max_num_seqs": (0, 1, 1 << 16),
+    # Tokens drafted for a sequence in a step, at most; 0: none. For texts that repeat themselves.
+    "num_speculative_tokens": (0, 0, 32),
     # Queue limit; further requests are refused.
     "max_waiting": (1024, 1, 1 << 20),
     # Threads of the engine; fewer if other processes need cores.
@@ -104,6 +106,7 @@ def settings_of(config: ModelConfig) -> EngineSettings:
         tpot_s=numbers["tpot_ms"] / 1e3 or None,
         is_made_up=flags["random_weights"],
         parses_special=flags["parse_special_tokens"],
+        max_drafted=int(numbers["num_speculative_tokens"]),
         is_dtype_free=dtype == "auto" and config.device == CPU,
         text_timeout_s=numbers["text_timeout_s"],
         manifest=config.manifest,

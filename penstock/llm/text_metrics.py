@@ -39,6 +39,7 @@ REASONS = ("stop", "length", "abort", "error")
 # Attributes that are added up over shards.
 SUMMED = (
     "num_prompt_tokens", "num_generated_tokens", "num_asked", "num_cached", "num_preemptions",
+    "num_drafted", "num_accepted",
 )  # fmt: skip
 HISTOGRAMS = (
     "first_token_s", "next_token_s", "mean_token_s", "request_s", "queue_s", "prompt_tokens",
@@ -79,6 +80,8 @@ class TextMetrics:
         # Prompt tokens looked up in the prefix cache, and found there.
         self.num_asked = self.num_cached = 0
         self.num_preemptions = 0
+        # Drafted tokens of speculative decoding, and those that were accepted.
+        self.num_drafted = self.num_accepted = 0
         # Tokens of each expert, in all layers together; empty without experts.
         self.expert_tokens: list[int] = []
         self.num_ended = dict.fromkeys(REASONS, 0)
@@ -109,6 +112,8 @@ class TextMetrics:
         self.num_running, self.num_waiting = report.num_running, report.num_waiting
         self.cache_use = 1 - report.num_free_blocks / self._num_blocks if self._num_blocks else 0.0
         self.num_preemptions += report.num_preemptions
+        self.num_drafted += report.num_drafted
+        self.num_accepted += report.num_accepted
         self.num_asked += report.num_asked
         self.num_cached += report.num_cached
         self.model.busy_s += report.busy_s

@@ -51,6 +51,8 @@ NUMBERS = {
         ("prefix_cache_queries_total", "Tokens of prompts looked for in the cache", "num_asked"),
         ("prefix_cache_hits_total", "Tokens that were found there", "num_cached"),
         ("num_preemptions_total", "Texts that gave their blocks up to others", "num_preemptions"),
+        ("spec_decode_num_draft_tokens_total", "Tokens that were drafted", "num_drafted"),
+        ("spec_decode_num_accepted_tokens_total", "Drafts that were kept", "num_accepted"),
     ),
 }
 MEAN_TOKEN = "request_time_per_output_token_seconds"

@@ -150,8 +150,8 @@ OF_OWN_ENGINE = tuple(PREFIX + name for name in _OF_ONNX.split() if name not in 
 ON_GPUS = (GPU_ENGINE, *OF_ONNX)
 _OF_LLM = (
     "dtype block_size kv_cache_bytes max_model_len max_num_batched_tokens max_num_seqs max_waiting "
-    "random_weights text_timeout_s tool_parser reasoning_parser parse_special_tokens follow_links "
-    "threads tpot_ms ttft_ms"
+    "num_speculative_tokens random_weights text_timeout_s tool_parser reasoning_parser "
+    "parse_special_tokens follow_links threads tpot_ms ttft_ms"
 )
 PARAMETERS = (
     _number("hang_s", 1e9),

@@ -2,7 +2,11 @@
 set."""
 
 import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ import text_server
 
 import penstock
 from penstock.api.loaded import LoadedModel
-from penstock.errors import ConfigError, InvalidRequest, NotReady, Unsupported
+from penstock.errors import ConfigError, InvalidRequest, NotReady, PromptsFailed, Unsupported
 
 RAGGED = """
 backend: "null"
@@ -113,6 +117,118 @@ def test_a_language_model_generates_chats_streams_and_predicts(tmp_path: Path) -
             model.infer("a")
     with pytest.raises(NotReady, match="closed"):
         model.generate("a")
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    """Few sequences run at a time, so most of many prompts wait for others."""
+    limits = {"penstock.max_num_seqs": "3", "penstock.max_waiting": "4"}
+    folder = text_server.write_model(tmp_path_factory.mktemp("texts"), limits)
+    with penstock.load(folder) as model:
+        yield model
+
+
+OPTIONS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+PROMPTS: list[Any] = ["a b c", [{"role": "user", "content": "a"}], "c", "b a"] * 8
+
+
+def test_many_prompts_get_their_answers_in_order(text_model: LoadedModel) -> None:
+    """As each alone; texts and chats, more than the engine takes at a time."""
+    alone = [text_model.generate(prompt, **OPTIONS) for prompt in PROMPTS[:4]]
+    assert len(set(alone)) > 1
+    assert text_model.generate(PROMPTS, progress=False, **OPTIONS) == alone * 8
+    found = asyncio.run(text_model.generate_async(PROMPTS, progress=False, **OPTIONS))
+    assert found == alone * 8
+    pieces = [""] * len(PROMPTS)
+    for number, piece in text_model.stream(PROMPTS, **OPTIONS):
+        pieces[number] += piece
+    assert pieces == alone * 8
+    assert text_model.generate([], **OPTIONS) == []
+
+
+def test_a_bar_of_many_prompts_is_for_terminals_only(
+    text_model: LoadedModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text_model.generate(PROMPTS[:3], **OPTIONS)
+    out, shown = capfd.readouterr()
+    assert not out and "\x1b" not in shown and "generate" not in shown
+
+
+def test_what_no_prompt_can_be_is_refused_before_any_is_begun(text_model: LoadedModel) -> None:
+    before = text_model.statistics()["inference_count"]
+    for prompts, message in (
+        (["a", 7, "b"], r"prompts\[1\]: a prompt is of type int; expected a text or a list"),
+        (["a", "b", [{"role": "robot", "content": "a"}]], r"prompts\[2\]: .*role"),
+        ([["a"], "b"], r"prompts\[0\]: a prompt is of type list"),
+        (7, "a prompt is of type int"),
+        (b"abc", "a prompt is of type bytes"),
+        ({"role": "user", "content": "a"}, "a prompt is of type dict"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            text_model.generate(prompts, progress=False, **OPTIONS)  # type: ignore[call-overload]
+    with pytest.raises(InvalidRequest, match="n is 2"):
+        text_model.generate(["a", "b"], progress=False, n=2)
+    assert text_model.statistics()["inference_count"] == before
+
+
+def test_prompts_that_fail_lose_no_other_answer(text_model: LoadedModel) -> None:
+    prompts = ["a b", "a " * 400, "c", "b " * 300, "b a"]
+    wanted = [text_model.generate(prompt, **OPTIONS) for prompt in prompts[::2]]
+    with pytest.raises(PromptsFailed, match=r"2 of 5 prompts failed; prompts\[1\]: ") as caught:
+        text_model.generate(prompts, progress=False, **OPTIONS)
+    assert caught.value.texts == [wanted[0], None, wanted[1], None, wanted[2]]
+    assert caught.value.errors.keys() == {1, 3}
+    assert all(isinstance(error, InvalidRequest) for error in caught.value.errors.values())
+    with pytest.raises(PromptsFailed):
+        asyncio.run(text_model.generate_async(prompts, progress=False, **OPTIONS))
+    found = {number: "" for number in range(5)}
+    with pytest.raises(PromptsFailed):
+        for number, piece in text_model.stream(prompts, **OPTIONS):
+            found[number] += piece
+    assert [found[number] for number in (0, 2, 4)] == wanted
+
+
+def test_leaving_early_cancels_the_other_prompts(text_model: LoadedModel) -> None:
+    options = {**OPTIONS, "max_tokens": 200}
+    for _ in text_model.stream(PROMPTS, **options):
+        break
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(text_model.generate_async(PROMPTS, progress=False, **options))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    # The engine has nothing else to do: this takes no longer than alone.
+    began = time.perf_counter()
+    text_model.generate("a", **OPTIONS)
+    assert time.perf_counter() - began < 5
+
+
+def test_two_callers_of_many_prompts_share_the_queue(text_model: LoadedModel) -> None:
+    """Together they have more open than may wait: those that are refused come again."""
+    with ThreadPoolExecutor(3) as threads:
+        runs = [
+            threads.submit(text_model.generate, PROMPTS, progress=False, **OPTIONS)
+            for _ in range(3)
+        ]
+    found = [run.result() for run in runs]
+    assert found[0] == found[1] == found[2] and all(found[0])
+
+
+def test_a_model_that_is_closed_ends_a_run(tmp_path: Path) -> None:
+    model = penstock.load(text_server.write_model(tmp_path))
+    with ThreadPoolExecutor(1) as threads:
+        options = {**OPTIONS, "max_tokens": 200}
+        run = threads.submit(model.generate, PROMPTS * 20, progress=False, **options)
+        while not model.statistics()["inference_count"]:
+            time.sleep(0.01)
+        model.close()
+        with pytest.raises(PromptsFailed) as caught:
+            run.result(30)
+    assert any(caught.value.texts) and None in caught.value.texts
 
 
 def test_a_data_set_without_rows_is_refused(digits: LoadedModel) -> None:

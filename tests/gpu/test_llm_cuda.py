@@ -162,6 +162,23 @@ def test_graphs_and_eager_steps_give_the_same_tokens(tmp_path, config):
 
 
 @pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
+def test_drafted_tokens_are_those_of_the_plain_decoder(tmp_path, config):
+    """In BF16, sums of other batch sizes may choose between two tokens that are equally likely."""
+    write(tmp_path, config)
+    engine = an_engine(tmp_path, max_drafted=6)
+    chance = random.Random(2)
+    parts = [[chance.randrange(1000) for _ in range(9)] for _ in range(6)]
+    prompts = [part * (2 + n % 3) for n, part in enumerate(parts)]
+    asked = [
+        GenerateRequest(n, each, replace(GREEDY, max_tokens=60)) for n, each in enumerate(prompts)
+    ]
+    tokens, _ = all_of(engine, asked, chance)
+    assert engine.scheduler.num_drafted > 0
+    for number, prompt in enumerate(prompts):
+        assert len(tokens[number]) == 60
+        is_near(tmp_path, prompt, tokens[number], TOLERANCE["bfloat16"])
+
+
 def test_other_layers_give_the_tokens_of_the_plain_decoder(tmp_path, config):
     """Beyond their windows, some by graphs."""
     write(tmp_path, config)

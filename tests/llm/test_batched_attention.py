@@ -59,8 +59,11 @@ class Pair:
         ones = sum(chunk.count == 1 for chunk in step.chunks)
         self.num_mixed += 0 < ones < len(step.chunks)
         self.num_compared += 1
+        # Most drafts are right.
+        drafts = [(*chunk.draft, -1)[before] for chunk, before in step.sampled]
         tokens = [
-            random.randrange(50) for _ in range(sum(chunk.is_sampled for chunk in step.chunks))
+            draft if draft >= 0 and random.random() < 0.7 else random.randrange(50)
+            for draft in drafts
         ]
         self.scheduler.commit(step, tokens)
 
@@ -108,6 +111,35 @@ def test_a_sequence_that_is_left_out_of_steps_is_looked_up_again():
     for _ in range(3):
         pair.step()
     assert resting.num_generated == 6
+
+
+class SomeDrafts:
+    """Drafts of up to four tokens, in half of the steps."""
+
+    def length(self, sequence) -> int:
+        return 0
+
+    def draft(self, sequence, most: int) -> list[int]:
+        return [9] * max(0, min(most, random.choice([0, 0, 2, 4])))
+
+
+def test_drafted_tokens_that_were_kept_are_copied_to_the_row(monkeypatch):
+    """Instead of all tokens, and those that were rejected are not."""
+    random.seed(1)
+    torch.manual_seed(0)
+    pair = Pair(64)
+    pair.scheduler.speculation = SomeDrafts()
+    taken = []
+    take = KvBucket.take
+    monkeypatch.setattr(KvBucket, "take", lambda *args: taken.append(args[1].id) or take(*args))
+    for number in range(3):
+        pair.scheduler.add(Sequence(number, [number + 1] * 5, SamplingParams(max_tokens=70)))
+    while pair.scheduler.running or pair.scheduler.waiting:
+        pair.step()
+    scheduler = pair.scheduler
+    assert scheduler.num_drafted > scheduler.num_accepted > 20 and pair.num_mixed > 10
+    # All tokens are in rows of one length.
+    assert sorted(taken) == [0, 1, 2]
 
 
 def one_token(sequence, start):

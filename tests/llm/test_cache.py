@@ -53,7 +53,7 @@ def test_chunks_of_several_sequences_see_their_own_past_and_nobody_else():
         for chunk in step.chunks:
             found[chunk.sequence.id][chunk.start : chunk.end] = answer[at : at + chunk.count]
             at += chunk.count
-        scheduler.commit(step, [0] * sum(chunk.is_sampled for chunk in step.chunks))
+        scheduler.commit(step, [0] * len(step.sampled))
     for each in sequences:
         queries, keys, values = (part.transpose(0, 1)[None] for part in drawn[each.id])
         wanted = F.scaled_dot_product_attention(

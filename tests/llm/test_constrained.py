@@ -15,6 +15,7 @@ pytest.importorskip("llguidance")
 import constrained_text as ct  # noqa: E402
 import tiny_llm as tiny  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
+from free_drafts import FreeDrafts  # noqa: E402
 from tiny_text import TOKENIZER  # noqa: E402
 
 from penstock.errors import BackendFailed, InvalidRequest  # noqa: E402
@@ -113,6 +114,18 @@ def test_others_in_the_batch_are_as_without(make):
     wanted, _ = ct.run_all(make(), free)
     mixed, _ = ct.run_all(make(), [schema_request(1, NUMBERS), *free])
     assert {place: mixed[place] for place in wanted} == wanted
+
+
+def test_others_in_the_batch_may_draft(make):
+    """They come first in steps, so masks are for later rows of logits."""
+    repeating = replace(PARAMS, max_tokens=40, temperature=0.0)
+    requests = [GenerateRequest(n, [n, 9, 2] * 4, repeating) for n in (20, 21)]
+    requests += [schema_request(n, NUMBERS, seed=n) for n in range(6)]
+    wanted = ct.run_all(make(), requests)
+    engine = make()
+    engine.scheduler.speculation = FreeDrafts(4, engine.pace)
+    assert ct.run_all(engine, requests) == wanted
+    assert engine.scheduler.num_accepted > 10
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,25 @@ def test_a_step_without_a_token_is_told_too(core, tmp_path):
     assert core.receive().num_cached == 8
 
 
+def test_drafted_tokens_are_told(core, tmp_path):
+    """Several tokens of a text may come with one step, and its reason with the last."""
+    weights = tiny.write_folder(tmp_path)
+    core.load(tmp_path, max_tokens=32, max_drafted=4)
+    core.send(generate(1, [5, 6, 7] * 3, max_tokens=40))
+    steps = []
+    while not any(event.reason for step in steps for event in step.events):
+        steps.append(core.receive())
+    events = [event for step in steps for event in step.events]
+    assert [event.token for event in events] == tiny.continued(
+        weights, tiny.CONFIG, [5, 6, 7] * 3, 40
+    )
+    assert [event.reason for event in events] == [""] * 39 + ["length"]
+    num_drafted, num_accepted = (
+        sum(getattr(step, name) for step in steps) for name in ("num_drafted", "num_accepted")
+    )
+    assert 0 < num_accepted <= num_drafted and len(steps) == 40 - num_accepted
+
+
 def core_blocks(folder) -> int:
     from penstock.llm.engine_loading import load
 

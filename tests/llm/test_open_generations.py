@@ -167,6 +167,29 @@ def test_a_text_ends_it_and_is_not_sent(tmp_path):
     run(scenario)
 
 
+@pytest.mark.parametrize("options", [{}, {"n": 2, "seed": 1, "temperature": 0.3}])
+def test_a_text_that_came_with_others_at_once_ends_it_too(tmp_path, options):
+    """Several drafted tokens in one report: those after the stop string are neither sent nor
+    counted."""
+
+    async def scenario():
+        (tmp_path / "plain").mkdir()
+        (tmp_path / "drafts").mkdir()
+        async with started(tmp_path / "plain", max_tokens=32) as model:
+            whole = await answered(model, a_generation(max_tokens=60, **options))
+            # Where texts repeat themselves by now.
+            stop = whole.texts[0][len(whole.texts[0]) // 2 :][:4]
+            stopped = await answered(model, a_generation(max_tokens=60, stop=(stop,), **options))
+        async with started(tmp_path / "drafts", max_tokens=32, max_drafted=6) as model:
+            found = await answered(model, a_generation(max_tokens=60, stop=(stop,), **options))
+            metrics = model.metrics
+            assert metrics.num_accepted > 0 and metrics.num_drafted >= metrics.num_accepted
+        assert found.texts == stopped.texts and found.reasons == stopped.reasons
+        assert found.tokens == stopped.tokens and found.totals == stopped.totals
+
+    run(scenario)
+
+
 def test_a_token_that_ends_it_is_no_text(tmp_path):
     async def scenario():
         async with started(tmp_path) as model:

@@ -1,5 +1,7 @@
 """How long steps take, and what follows from it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,21 @@ def test_times_are_learnt(noise):
     pace = a_pace(noise=noise)
     for work in works(50, seed=9):
         assert pace.step_s(work) == pytest.approx(took_s(work), rel=1e-3 + noise)
+
+
+def test_drafts_have_costs_of_their_own():
+    """One for each sequence that drafts, and one for each drafted token."""
+    pace, draw = StepTimeModel(), np.random.default_rng(1)
+    for number, work in enumerate(works(400)):
+        drafting = int(draw.integers(1, 4)) if number % 3 == 0 else 0
+        drafted = drafting * int(draw.integers(1, 9)) if drafting else 0
+        drafts_s = 3e-3 * drafting + 1e-4 * drafted
+        pace.add(replace(work, num_drafting=drafting, num_drafted=drafted), took_s(work) + drafts_s)
+    assert pace.num_drafting == 134
+    for work in works(50, seed=9):
+        assert pace.step_s(work) == pytest.approx(took_s(work), rel=1e-3)
+        longer = replace(work, num_drafting=2, num_drafted=10)
+        assert pace.step_s(longer) == pytest.approx(took_s(work) + 7e-3, rel=1e-3)
 
 
 def test_a_machine_that_became_slower_is_learnt_anew():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.llm.blocks import BlockPool
-from penstock.llm.scheduler import BatchStep, Scheduler, StepLimits, fair_shares
+from penstock.llm.scheduler import BatchStep, Chunk, Scheduler, StepLimits, fair_shares
 from penstock.llm.sequence import Sequence
 from penstock.sampling_params import SamplingParams
 
@@ -46,6 +46,9 @@ class Device:
         sampled = []
         for chunk in step.chunks:
             sequence = chunk.sequence
+            if chunk.draft:
+                sampled += self._checked(chunk)
+                continue
             tokens = self.tokens.setdefault(sequence.id, list(sequence.tokens))
             for at in range(chunk.start, chunk.end):
                 place = sequence.blocks[at // SIZE], at % SIZE
@@ -58,6 +61,42 @@ class Device:
                 tokens.append(next_token(tokens))
                 sampled.append(tokens[-1])
         return sampled
+
+    def _checked(self, chunk: Chunk) -> list[int]:
+        """The tokens after a chunk's last known one and after each draft."""
+        sequence, last = chunk.sequence, chunk.start + 1
+        assert self.tokens[sequence.id] == sequence.tokens and last == len(sequence.tokens)
+        tokens = [*sequence.tokens, *chunk.draft]
+        assert len(tokens) == chunk.end
+        for at in range(chunk.end):
+            place = sequence.blocks[at // SIZE], at % SIZE
+            if at >= chunk.start:
+                self.places[place] = tuple(tokens[: at + 1])
+            assert self.places.get(place) == tuple(tokens[: at + 1]), "not what it computed"
+        sampled = [next_token(tokens[:end]) for end in range(last, chunk.end + 1)]
+        wrong = [n for n, token in enumerate(chunk.draft) if token != sampled[n]]
+        self.tokens[sequence.id] = [
+            *sequence.tokens,
+            *sampled[: min(wrong, default=len(sampled)) + 1],
+        ]
+        return sampled
+
+
+@dataclass
+class SomeDrafts:
+    """Drafts of any length, with any number of right tokens first."""
+
+    chance: random.Random
+
+    def length(self, sequence: Sequence) -> int:
+        return self.chance.choice([0, 0, 3])
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        tokens = list(sequence.tokens)
+        for _ in range(max(0, min(most, self.chance.randrange(7)))):
+            is_right = self.chance.random() < 0.7
+            tokens.append(next_token(tokens) if is_right else self.chance.randrange(VOCABULARY))
+        return tokens[len(sequence.tokens) :]
 
 
 def scheduler(num_blocks=64, max_sequences=8, max_tokens=16, max_length=256) -> Scheduler:
@@ -201,10 +240,70 @@ class TestAhead:
         sampled = device.run(first)
         second = planner.plan()
         late = device.run(second)
-        assert [token for _, token in planner.commit(first, sampled)] == tokens[:1]
+        assert [new.token for new in planner.commit(first, sampled)] == tokens[:1]
         assert planner.commit(second, late) == []
         assert sequence.tokens == [1, 2, 3, tokens[0]]
         assert planner.pool.num_free == planner.pool.num_blocks
+
+
+class EagerDrafts:
+    """Drafts as much as it may."""
+
+    def length(self, sequence: Sequence) -> int:
+        return 9
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        return [0] * max(0, min(9, most))
+
+
+class TestDrafts:
+    def started(self, *sequences: Sequence, **limits) -> tuple[Scheduler, Device]:
+        planner, device = scheduler(**limits), Device()
+        planner.speculation = EagerDrafts()
+        for each in sequences:
+            planner.add(each)
+        ran(planner, device)
+        return planner, device
+
+    def test_they_leave_half_of_a_step_to_prompts(self):
+        """Also if a promised time per token lets few prompt tokens into a step."""
+        planner, _ = self.started(a_sequence(0, max_tokens=99), max_tokens=24, max_sequences=4)
+        planner.add(a_sequence(1, [4] * 40, 9))
+        step = planner.plan()
+        assert counts(step) == {0: 10, 1: 14}
+        planner.commit(step, [1] * len(step.sampled))
+        assert counts(planner.plan(3)) == {0: 10, 1: 2}
+
+    def test_they_do_not_exceed_what_is_asked_for(self):
+        """The last token is never computed, so the one before it is drafted last."""
+        planner, _ = self.started(a_sequence(0, max_tokens=5), max_tokens=64)
+        assert [len(chunk.draft) for chunk in planner.plan().chunks] == [3]
+
+    def test_they_take_no_block_that_another_sequence_needs(self):
+        """Two sequences of two tokens have one block each; of three others, one is a reserve for
+        each of them."""
+        both = [a_sequence(number, [number], 11) for number in range(2)]
+        planner, device = self.started(*both, num_blocks=5, max_tokens=64, max_length=12)
+        step = planner.plan()
+        # One has room in two blocks, the other in one.
+        assert sorted(len(chunk.draft) for chunk in step.chunks) == [2, 6]
+        assert planner.pool.num_free == 2
+        planner.commit(step, device.run(step))
+        assert planner.num_preemptions == 0
+
+    def test_rejected_ones_are_computed_again_in_the_same_blocks(self):
+        planner, device = self.started(a_sequence(0, max_tokens=30), max_tokens=64)
+        sequence = planner.running[0]
+        while sequence.state != "ended":
+            num_computed, num_tokens = sequence.num_computed, len(sequence.tokens)
+            step = planner.plan()
+            new = planner.commit(step, device.run(step))
+            if sequence.state == "running":
+                assert sequence.num_planned == sequence.num_computed == num_computed + len(new)
+                assert len(sequence.tokens) == num_tokens + len(new)
+                assert len(sequence.blocks) <= planner.pool.num_needed(num_computed + 10)
+        assert sequence.tokens[3:] == alone([1, 2, 3], SamplingParams(max_tokens=30))
+        assert planner.num_drafted > planner.num_accepted > 0
 
 
 class TestCache:
@@ -335,12 +434,17 @@ def cases(draw):
     st.integers(1, 6),
     st.integers(1, 3),
     st.sets(st.integers(0, 4), max_size=1),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_law_everybody_ends_with_what_it_would_have_generated_alone(
-    asked, num_blocks, max_sequences, depth, stops, chance: random.Random
+    asked, num_blocks, max_sequences, depth, stops, is_drafting, chance: random.Random
 ):
-    planner = scheduler(num_blocks, max_sequences, max_tokens=max_sequences + 3, max_length=64)
+    """Also if tokens are drafted, most of them right."""
+    num_tokens = 3 * max_sequences + 9 if is_drafting else max_sequences + 3
+    planner = scheduler(num_blocks, max_sequences, max_tokens=num_tokens, max_length=64)
+    if is_drafting:
+        planner.speculation = SomeDrafts(chance)
     device = Device()
     due = []
     for number, (prompt, max_tokens, priority, is_cached, at) in enumerate(asked):
@@ -367,7 +471,8 @@ def test_law_everybody_ends_with_what_it_would_have_generated_alone(
         if step.chunks:
             under_way.append((step, device.run(step)))
         if under_way and (len(under_way) >= depth or not step.chunks):
-            for sequence, token in planner.commit(*under_way.pop(0)):
+            for sequence, token, _, reason in planner.commit(*under_way.pop(0)):
+                assert sequence.state == "ended" or not reason
                 new.setdefault(sequence.id, []).append(token)
         if not due and not under_way and not planner.running and not planner.waiting:
             break

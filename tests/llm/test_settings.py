@@ -34,7 +34,8 @@ def test_what_is_told_holds():
         told(dtype="float16", max_num_seqs="3", max_num_batched_tokens="7", block_size="32")
     )
     assert (found.dtype, found.max_sequences, found.max_tokens) == ("float16", 3, 7)
-    assert found.block_size == 32
+    assert found.block_size == 32 and found.max_drafted == 0
+    assert settings_of(told(num_speculative_tokens="5")).max_drafted == 5
     found = settings_of(told(ttft_ms="200", tpot_ms="12.5", kv_cache_bytes="4096", threads="2"))
     assert (found.ttft_s, found.tpot_s) == (0.2, 0.0125)
     assert (found.cache_bytes, found.num_threads) == (4096, 2)

@@ -35,6 +35,8 @@ COUNTERS = {
     "prefix_cache_queries",
     "prefix_cache_hits",
     "num_preemptions",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
     "request_success",
 }
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
@@ -264,9 +266,11 @@ class TestShards:
 
     def test_counts_and_histograms_are_sums(self, metrics):
         step = a_step(num_preemptions=1, num_computed=8, num_asked=5, num_cached=4, waits_s=(0.5,))
+        step.num_drafted, step.num_accepted = 7, 3
         metrics.add([self.shard(step), self.shard(step), self.shard()])
         assert metrics.num_prompt_tokens == 15 and metrics.num_generated_tokens == 3
         assert (metrics.num_preemptions, metrics.num_asked, metrics.num_cached) == (2, 10, 8)
+        assert (metrics.num_drafted, metrics.num_accepted) == (14, 6)
         assert metrics.num_ended == {"stop": 3, "length": 0, "abort": 0, "error": 0}
         assert metrics.first_token_s.count == metrics.request_s.count == 3
         assert metrics.queue_s.total == 1.0 and metrics.step_tokens.total == 16
