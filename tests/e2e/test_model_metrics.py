@@ -95,7 +95,7 @@ def test_a_scrape_has_the_metrics_of_all_instances_while_the_model_is_loaded(
             "values_sum own": sum(range(40)),
             "values_count own": 40,
         }
-        wait_until(lambda: samples(served) == counted)
+        assert samples(served) == counted
 
         # Counts survive a worker; what a dead one was doing does not stay open.
         given.set_data_from_numpy(np.array([[-1]], np.float32))
