@@ -6,11 +6,13 @@ core adds the workers up (`serving.custom_metrics`). Any thread may change a met
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from itertools import pairwise
 
 from penstock.backends.current import Current
 from penstock.backends.triton_responses import TritonModelException
@@ -230,9 +232,10 @@ def _checked_bounds(
         if buckets is not None:
             raise TritonModelException(f"metric '{family}': only histograms have buckets")
         return ()
-    if not buckets:
+    if buckets is None:
         raise TritonModelException(f"metric '{family}': a histogram needs buckets")
     bounds = tuple(float(each) for each in buckets)
-    if any(not low < high for low, high in zip(bounds, bounds[1:], strict=False)):
+    is_finite = all(map(math.isfinite, bounds))
+    if not is_finite or any(low >= high for low, high in pairwise(bounds)):
         raise TritonModelException(f"metric '{family}': buckets {list(bounds)} do not ascend")
     return bounds

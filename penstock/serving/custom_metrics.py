@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from penstock.wire.frames import MetricChange
 
 log = logging.getLogger("penstock.metrics")
+# Workers have sent what they changed before (`worker_metrics.SEND_EVERY_S`).
+SETTLED_AFTER_S = 0.06
 # Orders the changes of all models.
 _changes = itertools.count()
 

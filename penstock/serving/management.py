@@ -23,6 +23,7 @@ from penstock.serving import latency_scrape
 from penstock.serving.called_models import ModelManager
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
+from penstock.serving.custom_metrics import SETTLED_AFTER_S
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.lifecycle import Lifecycle
 from penstock.serving.log_settings import parse_log_changes, show_logging
@@ -260,6 +261,9 @@ class ManagementApi:
         await self.catalog.refresh()
         # Reading /proc takes a moment per process: not on the event loop.
         host = await self._read_host()
+        if any(True for each in self.catalog.pending() for _ in each.metrics.custom):
+            # So that what a model has counted for a request is there once that is answered.
+            await asyncio.sleep(SETTLED_AFTER_S)
         models, wanted = self.catalog.pending(), self.catalog.metrics_config
         others = [*latency_scrape.families(models, wanted)]
         others += [family for make in self.families for family in make()]

@@ -343,8 +343,8 @@ def _custom(metrics: Sequence[CustomMetric]) -> ScrapeLines:
         return ScrapeLines.of(first.family, text, first.kind, samples)
     histograms = []
     for each in metrics:
-        histogram = Histogram(each.bounds)
-        histogram.counts, histogram.total = each.counts, each.value
+        histogram = Histogram([_whole(bound) for bound in each.bounds])
+        histogram.counts, histogram.total = each.counts, _whole(each.value)
         histograms.append((each.labels, histogram))
     return ScrapeLines.of_histograms(first.family, text, histograms)
 
@@ -352,9 +352,12 @@ def _custom(metrics: Sequence[CustomMetric]) -> ScrapeLines:
 def _number(value: float) -> str:
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
-    if math.isnan(value):
-        return "NaN"
-    return str(int(value)) if value.is_integer() else repr(value)
+    return "NaN" if math.isnan(value) else repr(_whole(value))
+
+
+def _whole(value: float) -> float:
+    """Return whole numbers without a fraction, as Triton writes them."""
+    return int(value) if value.is_integer() else value
 
 
 def _shards(shards: Sequence[ShardUse]) -> Iterator[ScrapeLines]:

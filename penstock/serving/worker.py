@@ -717,6 +717,8 @@ def main() -> None:
         sys.stdout.reconfigure(line_buffering=True)
     # Never write to a model's folder.
     sys.dont_write_bytecode = True
+    # A model's code may parse arguments, which are not for it.
+    del sys.argv[1:]
     channel = Channel(sock)
     try:
         Worker(channel, _prepare, take_part, lambda: os._exit(1)).serve()

@@ -66,6 +66,12 @@ def test_a_histogram_counts_by_bucket(book: MetricBook):
     assert change.value == pytest.approx(7.6)
 
 
+def test_a_histogram_may_have_one_bucket_for_all(book: MetricBook):
+    family(HISTOGRAM).Metric(buckets=[]).observe(3)
+    (change,) = book.take()
+    assert change.bounds == () and change.counts == [1]
+
+
 def test_the_same_labels_are_the_same_metric(book: MetricBook):
     one, other = family(COUNTER), family(COUNTER)
     one.Metric({"a": "1"}).increment(1)
@@ -130,6 +136,7 @@ def test_what_a_kind_cannot_do_is_refused(
         (lambda: family(HISTOGRAM).Metric(), "a histogram needs buckets"),
         (lambda: family(HISTOGRAM).Metric({"le": "1"}, [1.0]), "'le' cannot be a label's name"),
         (lambda: family(HISTOGRAM).Metric(buckets=[1.0, 1.0]), "do not ascend"),
+        (lambda: family(HISTOGRAM).Metric(buckets=[1.0, float("inf")]), "do not ascend"),
         (
             lambda: [family(HISTOGRAM).Metric(buckets=[each]) for each in (1.0, 2.0)],
             r"has buckets \[1.0\]",

@@ -66,7 +66,7 @@ def test_histograms_add_up_by_bucket():
     seen = change("histogram", 7.6, bounds=(0.1, 1.0), counts=[1, 1, 1])
     assert shown(added((0, seen)), added((0, seen), (1, seen))) == {
         'histogram_bucket{a="x",le="0.1"}': "3",
-        'histogram_bucket{a="x",le="1.0"}': "6",
+        'histogram_bucket{a="x",le="1"}': "6",
         'histogram_bucket{a="x",le="+Inf"}': "9",
         'histogram_sum{a="x"}': repr(7.6 * 2 + 7.6),
         'histogram_count{a="x"}': "9",
@@ -90,6 +90,17 @@ def test_another_kind_or_other_buckets_do_not_count(
     other.is_new = True
     assert shown(added((0, first), (1, other))) == alone
     assert "declare the metric f {'a': 'x'} in different ways" in caplog.text
+
+
+def test_an_empty_histogram_is_written_as_tritons():
+    new = change("histogram", bounds=(2.5, 5.0), counts=[0, 0, 0], is_new=True)
+    assert shown(added((0, new))) == {
+        'histogram_bucket{a="x",le="2.5"}': "0",
+        'histogram_bucket{a="x",le="5"}': "0",
+        'histogram_bucket{a="x",le="+Inf"}': "0",
+        'histogram_sum{a="x"}': "0",
+        'histogram_count{a="x"}': "0",
+    }
 
 
 def test_a_stage_shows_its_metrics_with_its_model():
