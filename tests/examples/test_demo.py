@@ -26,14 +26,14 @@ def test_the_target_is_the_next_rate_after_the_last_that_was_kept(
     is_kept = [each <= most for each in rates]
     rate = demo.first_missed(rates, is_kept)
     assert rate > min(most, rates[-1])
-    assert rate <= max(590, 1.16 * most)
+    assert rate <= max(590, 1.21 * most)
     text = demo.explained(demo.Measured(9.0, 20.0, 590.0, 0, ""), rates, is_kept, rate)
     assert f"p99 < 100 ms at {rate:.0f}/s" in text and "590/s to 16 clients" in text
 
 
 def test_one_missed_rate_below_one_that_was_kept_is_an_accident(demo: ModuleType) -> None:
     rates = demo.rates_from(590)
-    found = demo.first_missed(rates, [False, True, False, True, False, False, False])
+    found = demo.first_missed(rates, [False, True, False, True, False])
     assert found == rates[4]
 
 
