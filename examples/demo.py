@@ -9,6 +9,7 @@ measures it. Run by `make demo`: less than three minutes on two quiet cores, bes
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -187,15 +188,15 @@ def explained(
     return (
         f"As exported, it answers {before.per_s:.0f}/s to {CLIENTS} clients. Tried with {tried}/s, "
         f"its p99 is below {LIMIT_MS} ms at {kept or 'none'}. "
-        f"The target is the next rate: [bold]{LATENCY} at {rate:.0f}/s[/bold]"
+        f"The target is the lowest rate above: [bold]{LATENCY} at {rate:.0f}/s[/bold]"
     )
 
 
 def measured(summary: dict[str, Any], run: dict[str, Any]) -> Measured:
     latencies = summary["latency_ms"]
     return Measured(
-        latencies["p50"]["value"],
-        latencies["p99"]["value"],
+        finite(latencies["p50"]["value"]),
+        finite(latencies["p99"]["value"]),
         summary["throughput_per_s"]["value"],
         summary["num_failed"],
         (run.get("verdict") or {}).get("slo", ""),
@@ -212,8 +213,8 @@ def table(
     columns = (f"answers/s, {CLIENTS} clients", "p99", f"p99 at {load}", "SLO", "accuracy")
     for column in ("", *columns):
         result.add_column(column, justify="right" if column else "left")
-    first = (found["before"] or {}).get("p99", {}).get("value")
-    overloaded_ms = None if first is None else 1e3 * first
+    first_s = finite((found["before"] or {}).get("p99", {}).get("value"))
+    overloaded_ms = None if first_s is None else 1e3 * first_s
     verdicts = [each["outcome"] for each in (found["before"] or {}).get("verdicts", [])]
     kept = "kept" if verdicts and set(verdicts) == {"kept"} else "missed"
     rows = (
@@ -225,6 +226,11 @@ def table(
         figures = [f"{each.per_s:.0f}", milliseconds(each.p99_ms), milliseconds(p99_ms)]
         result.add_row(name, *figures, verdict, accuracy)
     return result
+
+
+def finite(value: float | str | None) -> float | None:
+    """Return a figure of a JSON file, where "nan" and "inf" are texts; None for those."""
+    return float(value) if value is not None and math.isfinite(float(value)) else None
 
 
 def milliseconds(value: float | None) -> str:

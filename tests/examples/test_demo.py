@@ -37,6 +37,14 @@ def test_one_missed_rate_below_one_that_was_kept_is_an_accident(demo: ModuleType
     assert found == rates[4]
 
 
+def test_figures_of_an_overloaded_original_are_shown_as_unknown(demo: ModuleType) -> None:
+    measured = demo.Measured(9.0, 20.0, 590.0, 0, "kept")
+    found = {"before": {"p99": {"value": "inf"}, "verdicts": []}, "held_out": None}
+    table = demo.table("p99 < 100 ms at 590/s", measured, measured, measured, found)
+    assert list(table.columns[3].cells) == ["-", "20.0 ms"]
+    assert demo.finite("nan") is None and demo.finite(2.5) == 2.5
+
+
 @pytest.mark.parametrize(
     ("p99_ms", "num_failed", "expected"),
     [(99.0, 0, True), (101.0, 0, False), (50.0, 1, False), (None, 0, False)],
