@@ -34,7 +34,7 @@ LATENCY = f"p99 < {LIMIT_MS} ms"
 CLIENTS = 16
 ACCURACY = "top1 drop <= 2 %"
 # Enough for the steps up to BF16; PyTorch modules, whose processes start slowly, need more.
-BUDGET = "110s"
+BUDGET = "120s"
 DURATION = "5s"  # of each measurement before and after
 TRY = "2s"  # of each rate that is tried for the target
 PRICE = "0.10"  # of two cores, per hour
