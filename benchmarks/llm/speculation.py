@@ -1,6 +1,6 @@
 """What speculative decoding gains where texts repeat, and costs where they do not.
 
-    python benchmarks/llm/speculation.py             about four minutes on one core
+    python benchmarks/llm/speculation.py             about nine minutes on one core
     python benchmarks/llm/speculation.py --quick     one short round: does it run?
 
 Model: SmolLM2-135M-Instruct, one GGUF file (Q4_1). Two engines in this process, one of which drafts
