@@ -162,4 +162,4 @@ def test_demo_reads_what_the_bench_wrote(prepare: ModuleType) -> None:
         "num_failed": 1,
     }
     run = json.loads(json.dumps({"levels": [{"summary": summary}], "verdict": {"slo": "missed"}}))
-    assert demo.measured(run) == demo.Measured(5.0, None, 99.0, 1, "missed")
+    assert demo.measured(summary, run) == demo.Measured(5.0, None, 99.0, 1, "missed")

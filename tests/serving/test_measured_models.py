@@ -12,6 +12,7 @@ from penstock.config import BatchPolicy, ModelConfig, ScalingConfig
 from penstock.serving.measured_models import WORKER_BYTES, MeasuredModels
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model_host import ModelHost
+from penstock.serving.placement import gib
 from penstock.types import TensorSpec
 
 MIB = 1 << 20
@@ -76,7 +77,7 @@ def test_a_worker_counts_with_what_was_measured_and_not_again_too_soon(tmp_path:
         await models.measure()
         measured = model.bytes_on("cpu")
         assert measured > MIB and model.sizes["cpu"] == measured
-        assert model.describe_memory().endswith("MiB on cpu")
+        assert model.describe_memory() == f"{gib(measured)} on cpu"
         model.measured.clear()
         await models.measure(again_s=60.0)
         assert model.measured == {}
