@@ -125,6 +125,7 @@ class MeasuredModels:
         self._known: dict[tuple[str, str], tuple[Stamps, dict[str, int]]] = {}
         self.totals: dict[str, int] = {}
         self._measured_at = -MEASURE_S
+        self._measuring = asyncio.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._models)
@@ -163,11 +164,16 @@ class MeasuredModels:
         await self.measure(AGAIN_S)
 
     async def measure(self, again_s: float = 0.0) -> None:
-        """Read what the workers take now, unless that was done in the last `again_s`."""
-        now = time.monotonic()
-        if now - self._measured_at < again_s:
-            return
-        self._measured_at = now
+        """Read what the workers take now, unless that was done in the last `again_s`. One that is
+        under way is waited for: what it finds decides about the next model."""
+        async with self._measuring:
+            now = time.monotonic()
+            if now - self._measured_at < again_s:
+                return
+            self._measured_at = now
+            await self._measure()
+
+    async def _measure(self) -> None:
         wanted = [
             (model, each.life, each.device, each.pid, each.process.gpu_memory_bytes)
             for model in self

@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from doubles import FakeClock, Puppets
+from waiting import until
 
 from penstock.config import BatchPolicy, ModelConfig, ScalingConfig
+from penstock.serving import measured_models
 from penstock.serving.measured_models import WORKER_BYTES, MeasuredModels
 from penstock.serving.metrics import ModelMetrics
 from penstock.serving.model_host import ModelHost
@@ -58,6 +62,40 @@ def test_a_size_is_estimated_once_and_remembered_while_the_files_are_the_same(
         assert changed.sizes == {}
         other = models.open(replace(config, version="2"), host, files)
         assert other.sizes == {}
+
+    run(tmp_path, scenario)
+
+
+def test_a_measurement_under_way_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen: a third model was loaded on the estimates of two that had just become ready."""
+    began, may_end = threading.Event(), threading.Event()
+
+    def slowly(pid: int) -> int:
+        began.set()
+        assert may_end.wait(60)
+        return 99 * MIB
+
+    monkeypatch.setattr(measured_models, "proportional_bytes", slowly)
+
+    async def scenario(models: MeasuredModels, config: ModelConfig, host: ModelHost) -> None:
+        model = models.open(config, host, {})
+        [instance] = host.instances
+
+        class Child:
+            class life:
+                pid = os.getpid()
+
+        instance.child, instance.is_ready, instance.life = Child(), True, 1
+        first = asyncio.create_task(models.measure())
+        await until(began.is_set)
+        second = asyncio.create_task(models.read(model, config))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        may_end.set()
+        await asyncio.gather(first, second)
+        assert model.bytes_on("cpu") == 99 * MIB
 
     run(tmp_path, scenario)
 
