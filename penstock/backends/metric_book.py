@@ -21,7 +21,8 @@ from penstock.wire.frames import MetricChange
 # A label with a value of its own for each request would fill the memory of every scraper.
 MAX_METRICS = 1000
 MAX_TEXT_CHARS = 1000
-OWN_PREFIX = "penstock_"
+# What the server's own metrics begin with; those of Triton's names too.
+OWN_PREFIXES = ("penstock_", "penstock:", "nv_")
 FAMILY_NAME = re.compile(r"(?!__)[a-zA-Z_:][a-zA-Z0-9_:]*")
 LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 Labels = tuple[tuple[str, str], ...]
@@ -101,8 +102,10 @@ class MetricFamily:
         self._book = book = BOOK.get() or MetricBook(_tell_nobody, _tell_nobody)
         if not FAMILY_NAME.fullmatch(name):
             raise TritonModelException(f"metric family '{name}': not a name of Prometheus")
-        if name.startswith(OWN_PREFIX):
-            raise TritonModelException(f"metric family '{name}': {OWN_PREFIX} is the server's own")
+        if name.startswith(OWN_PREFIXES):
+            text = f"names that begin with {' or '.join(OWN_PREFIXES)} are the server's own"
+            raise TritonModelException(f"metric family '{name}': {text}")
+        _check_text(name, str(description))
         try:
             self._kind = MetricKind(kind)
         except ValueError:
@@ -212,12 +215,21 @@ def _tell_nobody() -> None:
     """The metrics have no core."""
 
 
+def _check_text(family: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"metric '{family}': {text[:100]!a} is no Unicode text: it has half a character"
+        raise TritonModelException(message) from None
+
+
 def _checked_labels(family: str, labels: Mapping[str, str], kind: MetricKind) -> Labels:
     for name, value in labels.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TritonModelException(
                 f"metric '{family}': label {name!r} is {value!r}; expected strings"
             )
+        _check_text(family, value)
         if not LABEL_NAME.fullmatch(name) or (name == "le" and kind is MetricKind.HISTOGRAM):
             raise TritonModelException(f"metric '{family}': '{name}' cannot be a label's name")
     if sum(map(len, labels.values())) > MAX_TEXT_CHARS:

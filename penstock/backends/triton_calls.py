@@ -104,7 +104,19 @@ class AwaitedResponses:
         return [] if self._failure is None else [self._failure]
 
 
-def load_model(name: str, config: str, files: Mapping[str, bytes]) -> None:
+def load_model(name: str, config: object, files: object) -> None:
+    """Load a model; its code may have given anything."""
+    if not isinstance(config, str):
+        raise TritonModelException(f"config: expected a JSON text, got {type(config).__name__}")
+    if not isinstance(files, Mapping):
+        text = f"expected paths with their bytes, got {type(files).__name__}"
+        raise TritonModelException(f"files: {text}")
+    for each, data in files.items():
+        if not isinstance(each, str) or not isinstance(data, bytes | bytearray | memoryview):
+            raise TritonModelException(
+                f"files: expected paths with their bytes, got {each!r:.100} with "
+                f"{type(data).__name__}"
+            )
     sent = [Tensor(each, "UINT8", (len(data),), data) for each, data in files.items()]
     manage("load", name, inputs=sent, parameters={"config": config} if config else {})
 

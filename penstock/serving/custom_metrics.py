@@ -16,13 +16,14 @@ from penstock.wire.frames import MetricChange
 log = logging.getLogger("penstock.metrics")
 # Workers have sent what they changed before (`worker_metrics.SEND_EVERY_S`).
 SETTLED_AFTER_S = 0.06
-# Orders the changes of all models.
-_changes = itertools.count()
+# Orders the sets of gauges of all models; and the last one of each gauge, by family and labels.
+_sets = itertools.count(1)
+_last_sets: dict[tuple[str, tuple[tuple[str, str], ...]], int] = {}
 
 
 @dataclass(slots=True)
 class CustomMetric:
-    """`value` of a histogram is the sum of what it counts."""
+    """`value` of a histogram is the sum of what it counts, that of a gauge what was set."""
 
     family: str
     text: str
@@ -31,33 +32,44 @@ class CustomMetric:
     bounds: tuple[float, ...]
     counts: list[int]
     value: float = 0.0
-    changed: int = 0
-    # What each worker has added to a gauge since it was set.
+    # What each worker has added to a gauge since this set of it, by any model.
     added: dict[int, float] = field(default_factory=dict)
+    since: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.value + sum(self.added.values(), 0.0)
 
     def add(self, worker: int, change: MetricChange) -> None:
-        self.changed = next(_changes)
         self.counts = [a + b for a, b in zip(self.counts, change.counts, strict=True)]
-        if self.kind != "gauge":
+        if self.kind == "gauge":
+            self._add_to_gauge(worker, change)
+        else:
             self.value += change.value
-            return
+
+    def _add_to_gauge(self, worker: int, change: MetricChange) -> None:
+        key = change.family, change.labels
+        last = _last_sets.get(key, 0)
+        if self.since != last:
+            # Another model has set it: what this one did before does not count any more.
+            self.value, self.added, self.since = 0.0, {}, last
         if change.is_new:
             # The worker that was here before has died: what it was doing has ended.
-            self.value -= self.added.pop(worker, 0.0)
+            self.added.pop(worker, None)
         if change.is_set:
-            self.value = 0.0
-            self.added.clear()
+            self.since = _last_sets[key] = next(_sets)
+            self.value, self.added = change.value, {}
         else:
             self.added[worker] = self.added.get(worker, 0.0) + change.value
-        self.value += change.value
 
     def plus(self, other: CustomMetric) -> CustomMetric:
         """Return both as one metric; those of one kind and bounds."""
-        if self.kind == "gauge":
-            return max(self, other, key=lambda each: each.changed)
+        if self.since != other.since:
+            return max(self, other, key=lambda each: each.since)
         counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         described = self.family, self.text, self.kind, self.labels, self.bounds
-        return CustomMetric(*described, counts, self.value + other.value)
+        total = self.total + other.total
+        return CustomMetric(*described, counts, total, since=self.since)
 
 
 class CustomMetrics:

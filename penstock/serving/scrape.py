@@ -339,7 +339,7 @@ def _custom(metrics: Sequence[CustomMetric]) -> ScrapeLines:
     first = metrics[0]
     text = first.text.replace("\\", r"\\").replace("\n", r"\n")
     if first.kind != "histogram":
-        samples = [(each.labels, _number(each.value)) for each in metrics]
+        samples = [(each.labels, _number(each.total)) for each in metrics]
         return ScrapeLines.of(first.family, text, first.kind, samples)
     histograms = []
     for each in metrics:

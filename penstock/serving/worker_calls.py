@@ -19,9 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.backends import model_calls
 from penstock.backends.model_calls import CalledAnswer, Deliver, ModelCall
-from penstock.errors import BackendFailed, NotReady, TooLarge
+from penstock.errors import BackendFailed, InvalidRequest, NotReady, TooLarge
 from penstock.processes.channel import Channel
 from penstock.serving.call_parcels import Packed, pack, unpack
 from penstock.wire import frames
@@ -165,7 +167,7 @@ class WorkerCalls:
                 dict(call.parameters),
                 call.action,
             )
-            data = frames.encode(frame)
+            data = _encode(frame)
             if len(data) > frames.MAX_FRAME_BYTES:
                 raise TooLarge("the names, the id and the parameters of the call are too large")
             try:
@@ -274,6 +276,17 @@ class WorkerCalls:
             for channel in self._channels.values():
                 with contextlib.suppress(OSError):
                     channel.send(data)
+
+
+def _encode(frame: frames.CallModel) -> bytes:
+    """Encode a call. The code of a model may have given its fields any type; what the shard cannot
+    read, it would not answer."""
+    try:
+        data = frames.encode(frame)
+        frames.decode_worker_call(data)
+    except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"the call cannot be sent: {error}") from None
+    return data
 
 
 def _fail_all(calls: Sequence[OpenCall], answer: CalledAnswer) -> None:

@@ -126,7 +126,11 @@ def test_what_a_kind_cannot_do_is_refused(
     [
         (lambda: family(COUNTER, "two words"), "not a name of Prometheus"),
         (lambda: family(COUNTER, "__reserved"), "not a name of Prometheus"),
-        (lambda: family(COUNTER, "penstock_mine"), "the server's own"),
+        (lambda: family(COUNTER, "penstock_mine"), "are the server's own"),
+        (lambda: family(COUNTER, "penstock:mine"), "are the server's own"),
+        (lambda: family(COUNTER, "nv_inference_count"), "are the server's own"),
+        (lambda: family(COUNTER).Metric({"a": "b\ud800"}), "no Unicode text"),
+        (lambda: pb_utils.MetricFamily("n", "\ud800", COUNTER), "no Unicode text"),
         (lambda: family(3), "expected COUNTER, GAUGE or HISTOGRAM, got 3"),
         (lambda: (family(COUNTER), family(GAUGE)), "'n' is a COUNTER already"),
         (lambda: family(COUNTER).Metric({"a": 1}), "expected strings"),

@@ -187,3 +187,19 @@ def test_without_a_server_calls_raise():
         ask().exec()
     text = str(raised.value)
     assert "cannot call model 'other'" in text and "penstock.load" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"config": {"max_batch_size": 4}}, "config: expected a JSON text, got dict"),
+        ({"config": 5}, "config: expected a JSON text, got int"),
+        ({"files": ["model.py"]}, "files: expected paths with their bytes, got list"),
+        ({"files": {5: b"x"}}, "got 5 with bytes"),
+        ({"files": {"file:1/model.py": "text"}}, "got 'file:1/model.py' with str"),
+    ],
+)
+def test_a_load_with_values_of_other_types_is_refused(line: Line, given: dict, what: str):
+    with pytest.raises(pb_utils.TritonModelException, match=what):
+        pb_utils.load_model("other", **given)
+    assert not line.calls

@@ -47,7 +47,14 @@ def test_a_gauge_is_what_was_set_last_and_added_since():
     other = added((0, change("gauge", 7, is_set=True)))
     assert shown(one, other) == shown(other, one) == {'gauge{a="x"}': "7"}
     one.add(1, [change("gauge", 1)])
-    assert shown(one, other) == {'gauge{a="x"}': "4"}
+    assert shown(one, other) == shown(other, one) == {'gauge{a="x"}': "8"}
+    # A worker that declares it changes nothing.
+    third = added((0, change("gauge", is_new=True)))
+    assert shown(one, other, third) == {'gauge{a="x"}': "8"}
+    third.add(0, [change("gauge", 4)])
+    assert shown(one, other, third) == {'gauge{a="x"}': "12"}
+    third.add(0, [change("gauge", is_new=True)])
+    assert shown(third, one, other) == {'gauge{a="x"}': "8"}
 
 
 def test_what_a_dead_worker_added_to_a_gauge_goes():

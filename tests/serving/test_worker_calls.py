@@ -3,13 +3,14 @@
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from waiting import wait_until
 
 from penstock.backends.model_calls import CalledAnswer, ModelCall, find_line
-from penstock.errors import NotReady, TooLarge
+from penstock.errors import InvalidRequest, NotReady, TooLarge
 from penstock.processes.channel import Channel, socket_pair
 from penstock.serving.call_parcels import pack
 from penstock.serving.worker_calls import Route, WaitClock, WorkerCalls
@@ -179,3 +180,23 @@ def test_without_a_call_there_is_no_thread(shards: Shards):
     other.close()
     shards.calls.start([Route(1, 1)], CALL, lambda answer: None)
     wait_until(lambda: threading.active_count() == before + 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"parameters": {"config": {"max_batch_size": 4}}},
+        {"parameters": {"n": 1 << 70}},
+        {"model_version": 3},
+        {"model_name": "\ud800"},
+        {"outputs": (5,)},
+    ],
+)
+def test_a_call_that_the_shard_could_not_read_is_refused(shards: Shards, changed: dict):
+    """Seen: the shard dropped it, and the model waited for ever."""
+    shards.calls.begin([Route(1, 7)])
+    with pytest.raises(InvalidRequest, match="the call cannot be sent: "):
+        find_line().start(replace(CALL, **changed), print)
+    # The next one goes through.
+    find_line().start(CALL, print)
+    assert shards.read(1).model_name == "other"
