@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from penstock.api.options import unknown_option
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, InvalidRequest, NotReady, Overloaded, PenstockError
 from penstock.llm.generation import Generation
@@ -20,14 +22,22 @@ from penstock.llm.language_model import LanguageModel
 from penstock.llm.messages import TokenEvent
 from penstock.llm.settings import settings_of
 from penstock.serving.local import ModelThread, started
+from penstock.wire.openai_fields import HARMLESS, OF_CHATS, OF_COMPLETIONS
 from penstock.wire.openai_forms import TokenUsage
-from penstock.wire.openai_prompts import CompletionRequest, read_completion
-from penstock.wire.openai_v1 import ChatRequest, read_chat
+from penstock.wire.openai_prompts import CompletionBody, CompletionRequest, read_completion
+from penstock.wire.openai_v1 import ChatBody, ChatRequest, read_chat
 
 # A text to continue, or the messages of a chat.
 Prompt = str | Sequence[Mapping[str, Any]]
 # A prompt's number, and a piece of its answer, None at its end, or why it failed.
 TextEvent = tuple[int, str | PenstockError | None]
+# Fields of requests that the call itself gives.
+OF_THE_CALL = frozenset({"model", "prompt", "messages", "stream", "stream_options"})
+# Parameters that have an effect; others of the API are refused by name, or harmless.
+PARAMETERS = sorted(
+    {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__} - OF_THE_CALL - {*HARMLESS}
+)
+KNOWN = frozenset({*PARAMETERS, *OF_COMPLETIONS, *OF_CHATS, *HARMLESS})
 
 
 class LocalTextModel(ModelThread[LanguageModel]):
@@ -222,14 +232,22 @@ def is_one(prompt: object) -> bool:
     return all(isinstance(each, Mapping) for each in prompt)
 
 
+def check_names(parameters: Mapping[str, object]) -> None:
+    """Raise TypeError for the first parameter that no request has, as of any function."""
+    for name in parameters:
+        if name not in KNOWN:
+            raise unknown_option(name, PARAMETERS)
+
+
 def _parse_all(
     name: str, prompts: Sequence[Prompt], parameters: Mapping[str, object]
 ) -> list[ChatRequest | CompletionRequest]:
     """Check all requests before any is begun; the error names the prompt if there are several."""
+    fields = {"model": name, **{key: _encode(key, value) for key, value in parameters.items()}}
     found = []
     for number, prompt in enumerate(prompts):
         try:
-            found.append(_parse(name, prompt, parameters))
+            found.append(_parse(prompt, fields))
         except InvalidRequest as error:
             if len(prompts) == 1:
                 raise
@@ -238,19 +256,43 @@ def _parse_all(
     return found
 
 
-def _parse(
-    name: str, prompt: Prompt, parameters: Mapping[str, object]
-) -> ChatRequest | CompletionRequest:
+def _parse(prompt: Prompt, fields: Mapping[str, object]) -> ChatRequest | CompletionRequest:
     """Check the request as the server does; InvalidRequest says what is wrong."""
     if not is_one(prompt):
         kind = type(prompt).__name__
         raise InvalidRequest(f"a prompt is of type {kind}; expected a text or a list of messages")
-    fields = {"model": name, **parameters}
     asked: ChatRequest | CompletionRequest
     if isinstance(prompt, str):
-        asked = read_completion(msgspec.json.encode({**fields, "prompt": prompt}))
+        given = _encode("prompt", prompt)
+        asked = read_completion(msgspec.json.encode({**fields, "prompt": given}))
     else:
-        asked = read_chat(msgspec.json.encode({**fields, "messages": list(prompt)}))
+        given = _encode("messages", list(prompt))
+        asked = read_chat(msgspec.json.encode({**fields, "messages": given}))
     if asked.params.n != 1:
         raise InvalidRequest(f"n is {asked.params.n}; expected 1: call it once for each answer")
     return asked
+
+
+def _encode(field: str, value: object) -> msgspec.Raw:
+    """Return a value of a request as JSON; InvalidRequest names its field if it has no such
+    form."""
+    try:
+        return msgspec.Raw(msgspec.json.encode(value, enc_hook=_plain))
+    except UnicodeEncodeError:
+        problem = "a text holds a lone surrogate, which UTF-8 cannot encode"
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except (TypeError, ValueError, OverflowError) as error:
+        problem = str(error)
+    raise InvalidRequest(f"{field}: {problem}", field)
+
+
+def _plain(value: object) -> object:
+    """Return what JSON has for a value of another type: those of numpy, and subclasses."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value of type {type(value).__name__} has no form in JSON")

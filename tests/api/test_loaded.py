@@ -171,6 +171,54 @@ def test_what_no_prompt_can_be_is_refused_before_any_is_begun(text_model: Loaded
     assert text_model.statistics()["inference_count"] == before
 
 
+def test_what_has_no_json_is_refused_by_name(text_model: LoadedModel) -> None:
+    asked: list[tuple[Any, dict[str, Any], str, str]] = [
+        (["a", "\ud800"], {}, r"prompts\[1\]: prompt: .*lone surrogate", "prompt"),
+        (["a", [{"role": "user", "content": "\ud800"}]], {}, r"prompts\[1\]: .*lone", "messages"),
+        (["a", [{"role": "user", "content": object()}]], {}, r"prompts\[1\]: .*object", "messages"),
+        (["a", "b"], {"stop": ["\ud800"]}, "stop: .*lone surrogate", "stop"),
+        ("a", {"seed": object()}, "seed: a value of type object", "seed"),
+        ("a", {"max_tokens": np.float32(1.5)}, "max_tokens: Expected `int", "max_tokens"),
+    ]
+    for prompts, options, message, field in asked:
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            text_model.generate(prompts, progress=False, **options)
+        assert caught.value.field == field
+
+
+def test_texts_and_numbers_of_numpy_are_those_of_python(text_model: LoadedModel) -> None:
+    texts = ["a b c", "c"]
+    wanted = text_model.generate(texts, progress=False, **OPTIONS, seed=3, stop=["x"])
+    options: dict[str, Any] = {
+        "max_tokens": np.int64(6), "temperature": np.float32(0), "ignore_eos": np.bool_(True),
+        "seed": np.int64(3), "stop": np.array(["x"]),
+    }  # fmt: skip
+    array: Any = np.array(texts)
+    assert text_model.generate(array, progress=False, **options) == wanted
+    assert text_model.predict(array, progress=False, **options)["text"].tolist() == wanted
+    assert text_model.generate(np.str_("c"), **options) == wanted[1]
+    message: Any = [{"role": "user", "content": np.str_("a")}]
+    chat = [{"role": "user", "content": "a"}]
+    assert text_model.generate(message, **options) == text_model.generate(chat, **OPTIONS)
+    with pytest.raises(InvalidRequest, match="of type ndarray"):
+        text_model.generate(np.array("a"))  # type: ignore[call-overload]
+
+
+def test_an_unknown_parameter_is_a_type_error(text_model: LoadedModel) -> None:
+    with pytest.raises(TypeError, match="unknown option max_token; did you mean max_tokens?"):
+        text_model.generate("a", max_token=3)
+    for name in ("model", "messages", "prompts", "stream"):
+        with pytest.raises(TypeError, match=f"unknown option {name}; "):
+            text_model.generate(["a", "b"], progress=False, **{name: True})
+        with pytest.raises(TypeError, match=f"unknown option {name}; "):
+            text_model.stream("a", **{name: True})
+        with pytest.raises(TypeError, match=f"unknown option {name}; "):
+            asyncio.run(text_model.generate_async("a", **{name: True}))
+    with pytest.raises(InvalidRequest, match="best_of is not supported"):
+        text_model.generate("a", best_of=2)
+    assert text_model.generate("a", user="me", **OPTIONS)
+
+
 def test_prompts_that_fail_lose_no_other_answer(text_model: LoadedModel) -> None:
     prompts = ["a b", "a " * 400, "c", "b " * 300, "b a"]
     wanted = [text_model.generate(prompt, **OPTIONS) for prompt in prompts[::2]]
