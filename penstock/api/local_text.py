@@ -37,6 +37,11 @@ OF_THE_CALL = frozenset({"model", "prompt", "messages", "stream", "stream_option
 PARAMETERS = sorted(
     {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__} - OF_THE_CALL - {*HARMLESS}
 )
+# How long prompts that have not begun wait for a new engine: loading one takes up to minutes. It
+# counts from when they miss it, until a token comes.
+ENGINE_WAIT_S = 300.0
+# Time between attempts meanwhile.
+LOOK_AGAIN_S = 0.5
 KNOWN = frozenset({*PARAMETERS, *OF_COMPLETIONS, *OF_CHATS, *HARMLESS})
 
 
@@ -44,6 +49,8 @@ class LocalTextModel(ModelThread[LanguageModel]):
     """Owns an event loop in its own thread; its methods may be called from any thread."""
 
     def __init__(self, config: ModelConfig) -> None:
+        # Those that have not ended; guarded by the lock.
+        self._runs: set[_LocalRun] = set()
         super().__init__(config, _start(config))
 
     def stream(
@@ -93,11 +100,21 @@ class LocalTextModel(ModelThread[LanguageModel]):
         with self._lock:
             if self._is_closed:
                 raise self._closed()
+            self._runs.add(run)
             self._loop.call_soon_threadsafe(run.begin_some)
         return run
 
+    async def _close_model(self) -> None:
+        await super()._close_model()
+        with self._lock:
+            runs = list(self._runs)
+        for run in runs:
+            # Prompts that wait to be begun again: nothing else would end them.
+            run.fail_rest(self._closed())
+
     def _give_up(self, run: _LocalRun) -> None:
         with self._lock:
+            self._runs.discard(run)
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(run.give_up)
 
@@ -126,6 +143,8 @@ class _LocalRun:
     _open: dict[int, _LocalAnswer] = field(default_factory=dict)
     _is_paused: bool = False
     _is_beginning: bool = False
+    # When the engine was first missed, if no token came since, by the loop's clock.
+    missed_at: float | None = None
 
     def __post_init__(self) -> None:
         self._due = deque(range(len(self.asked)))
@@ -144,18 +163,37 @@ class _LocalRun:
 
     def ended(self, number: int, last: PenstockError | None) -> None:
         del self._open[number]
-        if isinstance(last, Overloaded):
-            # Others use the model too: nothing is lost, it takes longer.
+        if isinstance(last, Overloaded | NotReady) and (delay_s := self._delay_s(last)) is not None:
             self._due.appendleft(number)
-            self._is_paused = True
-            asyncio.get_running_loop().call_later(last.retry_after_s, self._go_on)
+            if not self._is_paused:
+                self._is_paused = True
+                asyncio.get_running_loop().call_later(delay_s, self._go_on)
             return
         self.put((number, last))
         if isinstance(last, NotReady):
-            # Closed, or its engine ended: the others would fail too.
-            while self._due:
-                self.put((self._due.popleft(), last))
+            # Closed, or there is no new engine: the others would fail too.
+            self.fail_rest(last)
         self.begin_some()
+
+    def fail_rest(self, error: PenstockError) -> None:
+        """End the requests that were not begun."""
+        while self._due:
+            self.put((self._due.popleft(), error))
+
+    def _delay_s(self, refusal: Overloaded | NotReady) -> float | None:
+        """Return when to begin a refused request again; None if it fails."""
+        if isinstance(refusal, Overloaded):
+            # Others use the model too: nothing is lost, it takes longer.
+            return refusal.retry_after_s
+        if refusal.retry_after_s is None:
+            return None
+        # The engine ended before the request had begun, and a new one is being loaded.
+        now = asyncio.get_running_loop().time()
+        if self.missed_at is None:
+            self.missed_at = now
+        if now - self.missed_at >= ENGINE_WAIT_S:
+            return None
+        return min(refusal.retry_after_s, LOOK_AGAIN_S)
 
     def give_up(self) -> None:
         self._due.clear()
@@ -208,6 +246,7 @@ class _LocalAnswer:
     # Receives the answer.
 
     def token(self, event: TokenEvent) -> None:
+        self.run.missed_at = None
         if event.text:
             self.run.put((self.number, event.text))
 

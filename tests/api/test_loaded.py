@@ -2,6 +2,8 @@
 set."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -277,6 +279,62 @@ def test_a_model_that_is_closed_ends_a_run(tmp_path: Path) -> None:
         with pytest.raises(PromptsFailed) as caught:
             run.result(30)
     assert any(caught.value.texts) and None in caught.value.texts
+
+
+def kill_engine(model: LoadedModel) -> None:
+    """Kill the engine while prompts run, and return when the model knows."""
+    assert model._text is not None
+    served, began = model._text._model, time.monotonic()
+    while not model.statistics()["inference_count"]:
+        time.sleep(0.01)
+    pid = served.processes[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    while served.is_ready:
+        time.sleep(0.001)
+        assert time.monotonic() - began < 60
+
+
+FEW = {"penstock.max_num_seqs": "3", "penstock.max_waiting": "4"}
+LONGER = {**OPTIONS, "max_tokens": 30}
+
+
+def test_prompts_that_have_not_begun_wait_for_a_new_engine(tmp_path: Path) -> None:
+    folder = text_server.write_model(tmp_path, FEW)
+    with penstock.load(folder) as model, ThreadPoolExecutor(1) as threads:
+        run = threads.submit(model.generate, PROMPTS * 20, progress=False, **LONGER)
+        kill_engine(model)
+        with pytest.raises(PromptsFailed) as caught:
+            run.result(120)
+    # Those that the engine had.
+    assert 1 <= len(caught.value.errors) <= 4
+    assert all("is lost" in str(error) for error in caught.value.errors.values())
+    assert all(text for n, text in enumerate(caught.value.texts) if n not in caught.value.errors)
+
+
+def test_prompts_wait_for_a_new_engine_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.api.local_text.ENGINE_WAIT_S", 0.0)
+    folder = text_server.write_model(tmp_path, FEW)
+    with penstock.load(folder) as model, ThreadPoolExecutor(1) as threads:
+        run = threads.submit(model.generate, PROMPTS * 20, progress=False, **LONGER)
+        kill_engine(model)
+        with pytest.raises(PromptsFailed, match="failed") as caught:
+            run.result(60)
+    assert len(caught.value.errors) > 4
+    assert "is not ready" in str(caught.value.errors[len(PROMPTS) * 20 - 1])
+
+
+def test_a_model_that_is_closed_ends_prompts_that_wait_for_an_engine(tmp_path: Path) -> None:
+    model = penstock.load(text_server.write_model(tmp_path, FEW))
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(model.generate, PROMPTS * 20, progress=False, **LONGER)
+        kill_engine(model)
+        time.sleep(0.1)  # All that were open have failed or wait.
+        model.close()
+        with pytest.raises(PromptsFailed, match="failed"):
+            run.result(30)
 
 
 def test_a_data_set_without_rows_is_refused(digits: LoadedModel) -> None:
