@@ -326,12 +326,15 @@ def test_prompts_wait_for_a_new_engine_for_a_limited_time(
     assert "is not ready" in str(caught.value.errors[len(PROMPTS) * 20 - 1])
 
 
-def test_a_model_that_is_closed_ends_prompts_that_wait_for_an_engine(tmp_path: Path) -> None:
+def test_a_model_that_is_closed_ends_prompts_that_wait_for_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They are not due again before the model is closed.
+    monkeypatch.setattr("penstock.api.local_text._LocalRun._delay_s", lambda *_: 600.0)
     model = penstock.load(text_server.write_model(tmp_path, FEW))
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(model.generate, PROMPTS * 20, progress=False, **LONGER)
         kill_engine(model)
-        time.sleep(0.1)  # All that were open have failed or wait.
         model.close()
         with pytest.raises(PromptsFailed, match="failed"):
             run.result(30)
