@@ -109,7 +109,7 @@ class LoadedModel:
             return "".join(self.stream(cast("Prompt", prompt), **parameters))
         answers = predictions.Answers(len(prompts))
         with predictions.show_bar(len(prompts), progress, "generate") as advance:
-            events = self._takes_text().stream(prompts, parameters)
+            events = self._takes_text(parameters).stream(prompts, parameters)
             with contextlib.closing(events):
                 for event in events:
                     advance(answers.take(event))
@@ -132,7 +132,7 @@ class LoadedModel:
         answers = predictions.Answers(len(prompts))
         is_shown = progress and several is not None
         with predictions.show_bar(len(prompts), is_shown, "generate") as advance:
-            events = self._takes_text().stream_async(prompts, parameters)
+            events = self._takes_text(parameters).stream_async(prompts, parameters)
             async with contextlib.aclosing(events):
                 async for event in events:
                     if several is None and isinstance(event[1], PenstockError):
@@ -153,15 +153,18 @@ class LoadedModel:
     ) -> Iterator[str] | Iterator[tuple[int, str]]:
         """Like `generate`, piece by piece; of several prompts, each piece comes with the number of
         its prompt. Leaving the loop early cancels the requests."""
-        text, prompts = self._takes_text(), _several(prompt)
+        text, prompts = self._takes_text(parameters), _several(prompt)
         if prompts is None:
             events = text.stream([cast("Prompt", prompt)], parameters)
             return (piece for _, piece in predictions.pieces_of(events, 1))
         return predictions.pieces_of(text.stream(prompts, parameters), len(prompts))
 
-    def _takes_text(self) -> LocalTextModel:
+    def _takes_text(self, parameters: Mapping[str, object]) -> LocalTextModel:
         if self._text is None:
             raise Unsupported(f"'{self.name}' is not a language model: use infer, not generate")
+        from penstock.api.local_text import check_names
+
+        check_names(parameters)
         return self._text
 
     def predict(
@@ -210,7 +213,8 @@ def _several(prompt: object) -> list[Prompt] | None:
 
     if is_one(prompt):
         return None
-    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
+    is_scalar = isinstance(prompt, np.ndarray) and not prompt.ndim
+    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable) or is_scalar:
         kind = type(prompt).__name__
         raise InvalidRequest(f"a prompt is of type {kind}; expected a text or a list of messages")
     return list(prompt)

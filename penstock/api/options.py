@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
@@ -103,9 +103,7 @@ def from_keywords(kind: type[Options], given: Mapping[str, object]) -> Options:
     problems: list[str] = []
     for name, value in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
-            raise TypeError(f"unknown option {name}; {hint}")
+            raise unknown_option(name, known)
         _, flag = known[name]
         values[name] = _plain(value, types[name], flag)
         if problem := _problem(values[name], types[name], flag):
@@ -113,6 +111,14 @@ def from_keywords(kind: type[Options], given: Mapping[str, object]) -> Options:
     if problems:
         raise CommandLineError(problems)
     return kind(**values)
+
+
+def unknown_option(name: str, known: Iterable[str]) -> TypeError:
+    """Return the error of a keyword that is none of these options."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}"
+    return TypeError(f"unknown option {name}; {hint}")
 
 
 def _plain(value: object, kind: object, flag: Flag) -> object:

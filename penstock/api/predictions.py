@@ -66,6 +66,8 @@ def read_rows(dataset: object, config: ModelConfig) -> Columns:
 
 def read_prompts(dataset: object) -> list[Any]:
     """Return prompts: texts, or lists of messages."""
+    if isinstance(dataset, np.ndarray) and dataset.ndim == 1:
+        return list(dataset)
     if not isinstance(dataset, str | os.PathLike):
         assert isinstance(dataset, Sequence)
         return list(dataset)

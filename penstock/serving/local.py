@@ -76,8 +76,11 @@ class ModelThread(Generic[Kind]):
             if self._is_closed:
                 return
             self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._close_model(), self._loop).result()
         self._end_loop()
+
+    async def _close_model(self) -> None:
+        await self._model.close()
 
     def _check_may_block(self, call: str) -> None:
         check_may_block(call, self._thread.ident or 0)

@@ -61,8 +61,8 @@ class CallItem(msgspec.Struct):
 
 
 class OutputItem(msgspec.Struct):
+    call_id: str
     output: str | list[JsonObject]
-    call_id: str | None = None
     id: str | None = None
     status: Status | None = None
 

@@ -16,7 +16,7 @@ from penstock.types import Buffer
 from penstock.wire.json_errors import JsonObject
 from penstock.wire.openai_constraints import of_schema, read_format
 from penstock.wire.openai_fields import OF_RESPONSES
-from penstock.wire.openai_messages import Message, read_messages
+from penstock.wire.openai_messages import MAX_MESSAGES, Message, read_messages
 from penstock.wire.openai_nested import (
     FunctionTool,
     Reasoning,
@@ -36,6 +36,8 @@ from penstock.wire.openai_v1 import (
 )
 
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Fields of `reasoning` that ask for a summary.
+SUMMARIES = ("summary", "generate_summary")
 LOGPROBS = "message.output_text.logprobs"
 # Fields of the request that the response repeats.
 REPEATED = (
@@ -62,7 +64,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
     top_logprobs: int | None = None
     reasoning: JsonObject | None = None
-    metadata: JsonObject | str | None = None
+    metadata: JsonObject | None = None
     # vLLM's extensions.
     seed: int | None = None
     top_k: int | None = None
@@ -100,13 +102,12 @@ def read_responses(body: Buffer) -> ResponsesRequest:
     options: JsonObject = {} if tools is None else {"tools": tools.listed}
     if effort := _effort(found.reasoning or {}):
         options["reasoning_effort"] = effort
-    messages = read_messages(_messages(found))
+    messages = read_messages(_counted(found))
     is_streamed = bool(found.stream)
     chat = ChatRequest(
         found.model, messages, params, is_streamed, options, True, "text" if schema else "", tools
     )
     repeated = {name: getattr(found, name, None) for name in REPEATED}
-    repeated["metadata"] = found.metadata if isinstance(found.metadata, dict) else None
     repeated["parallel_tool_calls"] = found.parallel_tool_calls is not False
     return ResponsesRequest(chat, repeated)
 
@@ -115,8 +116,7 @@ def _check_nested(found: ResponsesBody) -> None:
     """Check the types of the fields within objects; an object's reader decides what they mean."""
     check_fields(found.reasoning, Reasoning | None, "reasoning")
     check_fields(found.text, TextConfig | None, "text")
-    if isinstance(found.metadata, dict):
-        check_fields(found.metadata, dict[str, str], "metadata")
+    check_fields(found.metadata, dict[str, str] | None, "metadata")
     for place, tool in enumerate(found.tools or ()):
         if tool.get("type") == "function":
             check_fields(tool, FunctionTool, f"tools[{place}]")
@@ -134,7 +134,7 @@ def _num_logprobs(found: ResponsesBody) -> int | None:
 
 
 def _schema(text: JsonObject) -> object:
-    if text.get("verbosity") not in (None, "medium"):
+    if text.get("verbosity") is not None:
         text_ = "text.verbosity is not supported"
         raise InvalidRequest(text_, "text", "unsupported_parameter")
     form = text.get("format")
@@ -142,13 +142,17 @@ def _schema(text: JsonObject) -> object:
         return None
     if not isinstance(form, Mapping):
         raise InvalidRequest("text.format: expected an object with a type", "text")
+    if form.get("type") == "json_schema" and form.get("name") is None:
+        raise InvalidRequest("text.format: Object missing required field `name`", "text")
     # Here the schema is in the format itself.
     return read_format({**form, "json_schema": form}, "text")
 
 
 def _effort(reasoning: JsonObject) -> object:
     for name, value in reasoning.items():
-        if name != "effort" and value not in (None, "auto"):
+        # A summary of any length is one; the others say how the server may choose.
+        is_asked = value is not None and (value != "auto" or name in SUMMARIES)
+        if name != "effort" and is_asked:
             text = f"reasoning.{name} is not supported"
             raise InvalidRequest(text, "reasoning", "unsupported_parameter")
     return reasoning.get("effort")
@@ -178,6 +182,15 @@ def _chat_choice(choice: object) -> object:
 def _named(choice: object) -> JsonObject:
     name = choice.get("name") if isinstance(choice, Mapping) else None
     return {"type": "function", "function": {"name": name}}
+
+
+def _counted(found: ResponsesBody) -> list[Message]:
+    """Return the messages of a chat; the error about their number names what the client sent."""
+    messages = _messages(found)
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        text = f"input: {len(messages)} messages; expected 1 to {MAX_MESSAGES}"
+        raise InvalidRequest(text, "input")
+    return messages
 
 
 def _messages(found: ResponsesBody) -> list[Message]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import text_server
+from child_processes import children_running
 
 import penstock
 from penstock.api.loaded import LoadedModel
@@ -171,6 +172,54 @@ def test_what_no_prompt_can_be_is_refused_before_any_is_begun(text_model: Loaded
     assert text_model.statistics()["inference_count"] == before
 
 
+def test_what_has_no_json_is_refused_by_name(text_model: LoadedModel) -> None:
+    asked: list[tuple[Any, dict[str, Any], str, str]] = [
+        (["a", "\ud800"], {}, r"prompts\[1\]: prompt: .*lone surrogate", "prompt"),
+        (["a", [{"role": "user", "content": "\ud800"}]], {}, r"prompts\[1\]: .*lone", "messages"),
+        (["a", [{"role": "user", "content": object()}]], {}, r"prompts\[1\]: .*object", "messages"),
+        (["a", "b"], {"stop": ["\ud800"]}, "stop: .*lone surrogate", "stop"),
+        ("a", {"seed": object()}, "seed: a value of type object", "seed"),
+        ("a", {"max_tokens": np.float32(1.5)}, "max_tokens: Expected `int", "max_tokens"),
+    ]
+    for prompts, options, message, field in asked:
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            text_model.generate(prompts, progress=False, **options)
+        assert caught.value.field == field
+
+
+def test_texts_and_numbers_of_numpy_are_those_of_python(text_model: LoadedModel) -> None:
+    texts = ["a b c", "c"]
+    wanted = text_model.generate(texts, progress=False, **OPTIONS, seed=3, stop=["x"])
+    options: dict[str, Any] = {
+        "max_tokens": np.int64(6), "temperature": np.float32(0), "ignore_eos": np.bool_(True),
+        "seed": np.int64(3), "stop": np.array(["x"]),
+    }  # fmt: skip
+    array: Any = np.array(texts)
+    assert text_model.generate(array, progress=False, **options) == wanted
+    assert text_model.predict(array, progress=False, **options)["text"].tolist() == wanted
+    assert text_model.generate(np.str_("c"), **options) == wanted[1]
+    message: Any = [{"role": "user", "content": np.str_("a")}]
+    chat = [{"role": "user", "content": "a"}]
+    assert text_model.generate(message, **options) == text_model.generate(chat, **OPTIONS)
+    with pytest.raises(InvalidRequest, match="of type ndarray"):
+        text_model.generate(np.array("a"))  # type: ignore[call-overload]
+
+
+def test_an_unknown_parameter_is_a_type_error(text_model: LoadedModel) -> None:
+    with pytest.raises(TypeError, match="unknown option max_token; did you mean max_tokens?"):
+        text_model.generate("a", max_token=3)
+    for name in ("model", "messages", "prompts", "stream"):
+        with pytest.raises(TypeError, match=f"unknown option {name}; "):
+            text_model.generate(["a", "b"], progress=False, **{name: True})
+        with pytest.raises(TypeError, match=f"unknown option {name}; "):
+            text_model.stream("a", **{name: True})
+        with pytest.raises(TypeError, match=f"unknown option {name}; "):
+            asyncio.run(text_model.generate_async("a", **{name: True}))
+    with pytest.raises(InvalidRequest, match="best_of is not supported"):
+        text_model.generate("a", best_of=2)
+    assert text_model.generate("a", user="me", **OPTIONS)
+
+
 def test_prompts_that_fail_lose_no_other_answer(text_model: LoadedModel) -> None:
     prompts = ["a b", "a " * 400, "c", "b " * 300, "b a"]
     wanted = [text_model.generate(prompt, **OPTIONS) for prompt in prompts[::2]]
@@ -229,6 +278,59 @@ def test_a_model_that_is_closed_ends_a_run(tmp_path: Path) -> None:
         with pytest.raises(PromptsFailed) as caught:
             run.result(30)
     assert any(caught.value.texts) and None in caught.value.texts
+
+
+def kill_engine(model: LoadedModel) -> None:
+    """Kill the engine of the model that was loaded last, while prompts run."""
+    while not model.statistics()["inference_count"]:
+        time.sleep(0.01)
+    engines = children_running("penstock.llm.engine_main")
+    max(engines, key=lambda each: each.create_time()).kill()
+
+
+FEW = {"penstock.max_num_seqs": "3", "penstock.max_waiting": "4"}
+LONGER = {**OPTIONS, "max_tokens": 30}
+
+
+def test_prompts_that_have_not_begun_wait_for_a_new_engine(tmp_path: Path) -> None:
+    folder = text_server.write_model(tmp_path, FEW)
+    with penstock.load(folder) as model, ThreadPoolExecutor(1) as threads:
+        run = threads.submit(model.generate, PROMPTS * 20, progress=False, **LONGER)
+        kill_engine(model)
+        with pytest.raises(PromptsFailed) as caught:
+            run.result(120)
+    # Those that the engine had.
+    assert 1 <= len(caught.value.errors) <= 4
+    assert all("is lost" in str(error) for error in caught.value.errors.values())
+    assert all(text for n, text in enumerate(caught.value.texts) if n not in caught.value.errors)
+
+
+def test_prompts_wait_for_a_new_engine_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.api.local_text.ENGINE_WAIT_S", 0.0)
+    folder = text_server.write_model(tmp_path, FEW)
+    with penstock.load(folder) as model, ThreadPoolExecutor(1) as threads:
+        run = threads.submit(model.generate, PROMPTS * 20, progress=False, **LONGER)
+        kill_engine(model)
+        with pytest.raises(PromptsFailed, match="failed") as caught:
+            run.result(60)
+    assert len(caught.value.errors) > 4
+    assert "is not ready" in str(caught.value.errors[len(PROMPTS) * 20 - 1])
+
+
+def test_a_model_that_is_closed_ends_prompts_that_wait_for_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They are not due again before the model is closed.
+    monkeypatch.setattr("penstock.api.local_text._LocalRun._delay_s", lambda *_: 600.0)
+    model = penstock.load(text_server.write_model(tmp_path, FEW))
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(model.generate, PROMPTS * 20, progress=False, **LONGER)
+        kill_engine(model)
+        model.close()
+        with pytest.raises(PromptsFailed, match="failed"):
+            run.result(30)
 
 
 def test_a_data_set_without_rows_is_refused(digits: LoadedModel) -> None:

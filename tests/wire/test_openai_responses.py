@@ -75,10 +75,19 @@ def test_tools_formats_and_limits_are_those_of_chats():
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "expected message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input",
          "'input_image'; expected text"),
-        ({"input": []}, "messages", "0; expected 1 to"),
+        ({"input": []}, "input", "input: 0 messages; expected 1 to"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "input: 0 messages"),
         ({"include": ["file_search_call.results"]}, "include", "is not supported"),
         ({"text": {"format": {"type": "xml"}}}, "text", "text.type is"),
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity is not supported"),
+        ({"text": {"verbosity": "medium"}}, "text", "text.verbosity is not supported"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning", "reasoning.summary is not"),
+        ({"reasoning": {"generate_summary": "auto"}}, "reasoning", "generate_summary is not"),
+        ({"metadata": "x"}, "metadata", r"metadata: Expected `object \| null`, got `str`"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text",
+         r"text\.format: Object missing required field `name`"),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input",
+         r"input\[0\]: Object missing required field `call_id`"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning", "reasoning.summary is not"),
         ({"max_output_tokens": 0}, "max_output_tokens", "expected at least 1"),
         ({"guided_regex": "a"}, "guided_regex", "is not supported"),
@@ -121,3 +130,12 @@ def test_what_is_wrong_names_its_field(fields, field, text):
     with pytest.raises(InvalidRequest, match=text) as error:
         read(**fields)
     assert error.value.field == field
+
+
+def test_fields_that_are_null_ask_for_nothing():
+    given = {
+        "reasoning": {"summary": None, "generate_summary": None},
+        "text": {"verbosity": None, "format": None},
+        "metadata": None,
+    }
+    assert read(**given).chat == read().chat
