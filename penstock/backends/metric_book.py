@@ -21,7 +21,7 @@ from penstock.wire.frames import MetricChange
 # A label with a value of its own for each request would fill the memory of every scraper.
 MAX_METRICS = 1000
 MAX_TEXT_CHARS = 1000
-# What the server's own metrics begin with; those of Triton's names too.
+# Prefixes of the server's own metrics, and of those with Triton's names.
 OWN_PREFIXES = ("penstock_", "penstock:", "nv_")
 FAMILY_NAME = re.compile(r"(?!__)[a-zA-Z_:][a-zA-Z0-9_:]*")
 LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")

@@ -19,7 +19,7 @@ FIRST_RATE, NEWEST = 0.5, 0.1
 
 @dataclass(slots=True)
 class NgramHistory:
-    """`note` is told a sequence's tokens, of which there are only more each time."""
+    """`note` gets all tokens of the sequence each time, old ones included."""
 
     num_prompt: int
     # Moving average of the share of guesses that were right.

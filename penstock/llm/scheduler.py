@@ -24,7 +24,7 @@ from penstock.llm.speculation import Speculation
 RANK = attrgetter("rank")
 # Least prompt tokens per chunk when prompts share a step: smaller chunks are not worth it.
 MIN_SHARE = 16
-# A step has room for the logits of at least so many tokens, if it may have that many.
+# A step has room for the logits of at least this many tokens, unless it may have fewer tokens.
 LEAST_SAMPLED = 64
 
 
@@ -168,7 +168,7 @@ class Scheduler:
         limit = self.limits.max_tokens
         most = limit if max_tokens is None else min(max_tokens, limit)
         self._plan_tokens(step)
-        # What is drafted takes nothing from prompts.
+        # Drafts take no tokens from prompts.
         most = min(limit, most + sum(len(chunk.draft) for chunk in step.chunks))
         shares = self._shares(most - step.num_tokens)
         self._plan_prompts(step, most, shares)
@@ -197,7 +197,7 @@ class Scheduler:
             sequence.tokens.append(token)
             reason = sequence.ends_with(token)
             new.append(NewToken(sequence, token, first + number, reason))
-            # What was sampled after another token than this one does not count.
+            # Tokens sampled after a wrong draft do not count.
             if reason or number == len(chunk.draft) or token != chunk.draft[number]:
                 break
         num_rejected = len(chunk.draft) + 1 - len(new) if chunk.is_sampled else 0
@@ -250,7 +250,7 @@ class Scheduler:
         return sequence.num_drafted > 0 or self.speculation.length(sequence) > 0
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
-        """Draft at most so many tokens, for which no other sequence has to make room."""
+        """Draft at most `most` tokens, without preempting other sequences."""
         if self.speculation is None or sequence.num_ahead:
             return []
         pool = self.pool

@@ -17,7 +17,7 @@ from penstock.llm.ngrams import FIRST_RATE, NgramHistory
 from penstock.llm.pace import StepTimeModel, StepWork
 from penstock.llm.sequence import Sequence
 
-# Tokens, in the time of a step without drafts, that those of one sequence must promise beyond it.
+# Least expected gain of a draft, in tokens per time of a step without drafts.
 LEAST_GAIN = 0.05
 # Steps between two estimates of the cost, and steps with drafts that it takes.
 ESTIMATE_EVERY, MIN_MEASURED = 16, 4
@@ -95,7 +95,7 @@ class Speculation:
         return found
 
     def draft(self, sequence: Sequence, most: int) -> list[int]:
-        """Return at most so many drafted tokens."""
+        """Return at most `most` drafted tokens."""
         length = min(self.length(sequence), most)
         if length <= 0 or sequence.history is None:
             return []

@@ -1,4 +1,4 @@
-"""What the models loaded on demand take: their memory is measured, remembered and shown.
+"""Memory of the models loaded on demand: it is measured, remembered and shown here.
 
 Measures workers once they are ready, and remembers that for the next load; before the first one, a
 model's files tell. Host memory for workers on the CPU, GPU memory for those on a GPU. Decides
@@ -56,7 +56,7 @@ class DemandedModel:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it was never open for requests; somebody waits for that."""
+        """Whether its first load, which somebody waits for, is under way."""
         return self.host.state == "LOADING"
 
     @property
@@ -121,7 +121,7 @@ class MeasuredModels:
         self._memory_of = memory_of
         self._keys = itertools.count()
         self._models: dict[int, DemandedModel] = {}
-        # Of each version, its files and the sizes of its workers by device.
+        # The files of each version, and the sizes of its workers by device.
         self._known: dict[tuple[str, str], tuple[Stamps, dict[str, int]]] = {}
         self.totals: dict[str, int] = {}
         self._measured_at = -MEASURE_S

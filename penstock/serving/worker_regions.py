@@ -43,7 +43,7 @@ class MappedRegion:
     fd: int | None
     is_pinned: bool = False
     view: memoryview | None = None
-    # Of the pinned memory.
+    # Where the pinned memory begins.
     address: int = 0
     whole: mmap.mmap | None = None
     gpu: GpuRegion | None = None

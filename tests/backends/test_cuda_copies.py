@@ -1,4 +1,4 @@
-"""Copies by the driver, which is none here; a real one: tests/gpu/test_regions_cuda.py."""
+"""The driver is a fake here; tests/gpu/test_regions_cuda.py has a real one."""
 
 import ctypes
 
