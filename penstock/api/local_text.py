@@ -49,7 +49,7 @@ class LocalTextModel(ModelThread[LanguageModel]):
     """Owns an event loop in its own thread; its methods may be called from any thread."""
 
     def __init__(self, config: ModelConfig) -> None:
-        # Those that have not ended; guarded by the lock.
+        # Runs that have not ended; guarded by the lock.
         self._runs: set[_LocalRun] = set()
         super().__init__(config, _start(config))
 

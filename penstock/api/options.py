@@ -114,7 +114,7 @@ def from_keywords(kind: type[Options], given: Mapping[str, object]) -> Options:
 
 
 def unknown_option(name: str, known: Iterable[str]) -> TypeError:
-    """Return the error of a keyword that is none of these options."""
+    """Return the error for a keyword that is not one of these options."""
     names = list(known)
     near = difflib.get_close_matches(name, names, 1)
     hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}"

@@ -61,7 +61,7 @@ class ConstrainedSequences:
     _compiled: dict[Constraint, Future[LLMatcher]] = field(default_factory=dict)
     _held: dict[Sequence, Future[LLMatcher]] = field(default_factory=dict)
     _matchers: dict[Sequence, LLMatcher] = field(default_factory=dict)
-    # Of lower priority: on Linux, niceness is of a thread.
+    # On Linux, niceness belongs to a thread: this one has less priority.
     _compiler: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "grammar", os.nice, (NICENESS,))
     )

@@ -209,36 +209,28 @@ class BatchExecutor:
         """Return the inputs where clients have them, if the device can copy all of them from there;
         else None."""
         shapes = parts[0].frame.row_shapes
-        places: dict[str, list[PinnedTensor]] = {name: [] for name in self._names}
-        counts: list[int] = []
-        sizes: dict[str, int] = {}
-        for part in parts:
-            frame = part.frame
-            if not (frame.has_regions and frame.runs) or frame.row_shapes != shapes:
-                return None
-            sizes = sizes or self._row_bytes(shapes)
-            for request in frame.requests:
-                if len(request.reads) != len(places):
-                    return None
-                counts.append(request.num_rows)
-                for span in request.reads:
-                    place = self.regions.place(span)
-                    if place is None or span.nbytes != request.num_rows * sizes[span.name]:
-                        return None
-                    places[span.name].append(place)
-        return PlacedPieces(places, counts, self._row_forms(shapes))
-
-    def _row_forms(
-        self, shapes: Sequence[tuple[int, ...]]
-    ) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
-        return {
+        if not all(
+            part.frame.has_regions and part.frame.runs and part.frame.row_shapes == shapes
+            for part in parts
+        ):
+            return None
+        forms = {
             spec.name: (DATATYPES[spec.datatype].numpy, tuple(shape))
             for spec, shape in zip(self._config.inputs, shapes, strict=True)
         }
-
-    def _row_bytes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-        forms = self._row_forms(shapes)
-        return {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in forms.items()}
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in forms.items()}
+        places: dict[str, list[PinnedTensor]] = {name: [] for name in forms}
+        counts: list[int] = []
+        for request in (each for part in parts for each in part.frame.requests):
+            if len(request.reads) != len(places):
+                return None
+            counts.append(request.num_rows)
+            for span in request.reads:
+                place = self.regions.place(span)
+                if place is None or span.nbytes != request.num_rows * sizes[span.name]:
+                    return None
+                places[span.name].append(place)
+        return PlacedPieces(places, counts, forms)
 
     def _joining_room(self, pieces: Sequence[Mapping[str, Array]]) -> Mapping[str, Array] | None:
         """Return memory for the joined rows of a merged batch, that of the last one if it fits: the

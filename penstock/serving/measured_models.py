@@ -56,7 +56,7 @@ class DemandedModel:
 
     @property
     def is_loading(self) -> bool:
-        """Whether its first load, which somebody waits for, is under way."""
+        """Whether its first load is under way."""
         return self.host.state == "LOADING"
 
     @property

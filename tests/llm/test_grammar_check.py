@@ -1,4 +1,4 @@
-"""A grammar is checked in a fork, whose end and slowness nobody else feels."""
+"""Grammars are checked in a fork, which may be slow or die without delaying other requests."""
 
 import os
 import signal
