@@ -41,6 +41,10 @@ class Sums(Runner):
         pieces = [(each["x"].ctypes.data, len(each["x"])) for each in batch.all_pieces]
         self.pieces.append(pieces)
         self.are_placed.append(isinstance(batch.pieces, PlacedPieces))
+        if isinstance(batch.pieces, PlacedPieces):
+            # A device copies from there without looking at the arrays.
+            addresses = [place.address for place in batch.pieces.places["x"]]
+            assert addresses == [address for address, _ in pieces]
         values = batch.inputs["x"] + batch.inputs.get("z", 0)
         if self.answers_each:
             counts = [request.num_rows for request in batch.requests]
